@@ -1,0 +1,89 @@
+"""The public functions: `compile`, and `flex_attention` with torch's signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from flexgen.attention import Attention, AuxOutput, AuxRequest
+from flexgen.errors import UnsupportedProblemError
+from flexgen.lowered import Lowered
+from flexgen.options import Options
+
+__all__ = ["Attention", "AuxOutput", "AuxRequest", "Lowered", "compile", "flex_attention"]
+
+
+def compile(
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    options: Options | Mapping[str, Any] | None = None,
+) -> Attention:
+    """Compile attention with the given mods.
+
+    Args:
+        score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score; None leaves scores as they are. `score` is
+            float32, the scaled product; the indices are int64 scalars.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> bool, True where the key is attended to; None attends everywhere.
+        options: kernel options by Inductor's names, each also with the prefix fwd_ or bwd_, and layout.
+
+    Returns:
+        An Attention: call it with query, key and value. Kernels are compiled on first use for each configuration.
+
+    Raises:
+        OptionError: an unknown option, or a value that is not allowed.
+    """
+    return Attention(score_mod, mask_mod, Options.of(options))
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """Compute attention with torch's signature and the meaning of torch's compiled flex_attention.
+
+    Args:
+        query, key, value: as for an Attention, in [B, H, L, D] order.
+        score_mod: as in `compile`.
+        block_mask: torch's BlockMask: only listed blocks are visited, its mask_mod applied on partial ones.
+        scale: multiplies the products; 1/sqrt(Dqk) by default.
+        enable_gqa: allow more query heads than key heads.
+        return_lse: also return the logsumexp; superseded by return_aux.
+        kernel_options: as `options` of `compile`.
+        return_aux: auxiliary outputs to return.
+    """
+    if not enable_gqa and query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]:
+        raise UnsupportedProblemError(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}, and enable_gqa is False",
+            fix="pass enable_gqa=True to share key heads between query heads",
+        )
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    attention = _attention(score_mod, mask_mod, tuple(sorted((kernel_options or {}).items())))
+    request = AuxRequest(lse=True) if return_lse and return_aux is None else return_aux
+    result = attention(query, key, value, scale, request, block_table=block_mask)
+    return (result[0], result[1].lse) if return_lse and return_aux is None else result
+
+
+_attentions: dict[tuple[Any, ...], Attention] = {}
+_MAX_ATTENTIONS = 256
+
+
+def _attention(score_mod: Any, mask_mod: Any, options: tuple[tuple[str, Any], ...]) -> Attention:
+    """Return the Attention of these callables, made once; the oldest are dropped when there are many."""
+    key = (score_mod, mask_mod, options)
+    found = _attentions.get(key)
+    if found is None:
+        if len(_attentions) >= _MAX_ATTENTIONS:
+            _attentions.pop(next(iter(_attentions)))
+        found = _attentions[key] = compile(score_mod, mask_mod, dict(options))
+    return found

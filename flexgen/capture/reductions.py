@@ -1,0 +1,188 @@
+"""Small static reductions, unrolled: sums, products, extrema, any/all, and products of vectors and matrices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from flexgen.capture.call import Call, convert, pointwise
+from flexgen.capture.values import MAX_TERMS, Dim, Indices, Refused, Value, scalar_value
+from flexgen.capture.views import insert_axis, permute
+from flexgen.errors import CaptureError
+from flexgen.ir.graph import Node, const
+
+Reducer = Callable[[Call], Value | tuple[Value, ...]]
+
+_ACCUMULATE_IN_FLOAT = (torch.bfloat16, torch.float16)
+
+
+def _axes(call: Call, dims: object, rank: int) -> tuple[int, ...]:
+    if dims is None or dims == []:
+        return tuple(range(rank))
+    given = dims if isinstance(dims, list | tuple) else [dims]
+    return tuple(sorted({int(axis) + rank if axis < 0 else int(axis) for axis in given}))
+
+
+def _fold(terms: Sequence[Node], combine: Callable[[Node, Node], Node]) -> Node:
+    """Combine pairwise: a shallow tree is more exact and shorter to wait for than a chain."""
+    while len(terms) > 1:
+        pairs = [combine(*terms[i : i + 2]) for i in range(0, len(terms) - 1, 2)]
+        terms = pairs + ([terms[-1]] if len(terms) % 2 else [])
+    return terms[0]
+
+
+def _check_size(call: Call, source: Value, axes: Sequence[int]) -> None:
+    count = math.prod(source.shape[axis] for axis in axes)
+    if count > MAX_TERMS:
+        _refuse_size(call, count)
+    if count == 0:
+        call.refuse("it reduces a dimension of size 0.")
+
+
+def _refuse_size(call: Call, count: int) -> None:
+    where = call.builder.origin.span if call.builder.origin else None
+    raise Refused(
+        CaptureError(
+            f"reduction of size {count} not supported in {call.context.kind}_mod",
+            where=where,
+            why=f"reductions are unrolled in the kernel, up to {MAX_TERMS} terms.",
+            fix="reduce outside the mod, capture the result and index it; or append the rows to query and key.",
+        )
+    )
+
+
+def reduce(
+    call: Call, source: Value, axes: Sequence[int], keepdim: bool, combine: Callable[[Node, Node], Node]
+) -> Value:
+    """Return the source with some axes reduced; each element is the unrolled expression."""
+    call.context.mark(*(source.dims[axis] for axis in axes))
+    _check_size(call, source, axes)
+    builder, origin = call.builder, call.builder.origin
+    kept = [axis for axis in range(len(source.dims)) if axis not in axes]
+    steps = [tuple(builder.index_const(i) for i in range(source.shape[axis])) for axis in axes]
+
+    def element(at: Indices) -> Node:
+        outer = [at[axis] for axis in kept] if keepdim else at
+        fixed = dict(zip(kept, outer, strict=True))
+        terms = []
+        for step in itertools.product(*steps):
+            place = fixed | dict(zip(axes, step, strict=True))
+            terms.append(source.at(tuple(place[axis] for axis in range(len(source.dims)))))
+        with builder.at(origin):
+            return _fold(terms, combine)
+
+    if keepdim:
+        dims = tuple(Dim(1) if axis in axes else dim for axis, dim in enumerate(source.dims))
+    else:
+        dims = tuple(source.dims[axis] for axis in kept)
+    if not dims:
+        return scalar_value(element(()))
+    return Value(dims, source.dtype, element, source.depth + 1)
+
+
+def _combiner(call: Call, op: str) -> Callable[[Node, Node], Node]:
+    return lambda a, b: call.builder.binary(op, a, b)
+
+
+def _dims_and_keepdim(call: Call) -> tuple[object, bool]:
+    """Return the `dim` and `keepdim` arguments, for whole-tensor overloads all axes and False."""
+    if call.overload in ("default", "all_reduce") and call.name in ("sum", "mean", "prod", "any", "all", "max", "min"):
+        return None, False
+    dims, keepdim = (*call.args[1:], None, False)[:2] if len(call.args) < 3 else call.args[1:3]
+    return dims, bool(keepdim)
+
+
+def _total(call: Call, source: Value, op: str) -> Value:
+    dims, keepdim = _dims_and_keepdim(call)
+    return reduce(call, source, _axes(call, dims, len(source.dims)), keepdim, _combiner(call, op))
+
+
+def _accumulated(call: Call, op: str) -> Value:
+    """Sum or multiply in the result's dtype; halves in float32, as torch does."""
+    dtype = torch.float32 if call.dtype in _ACCUMULATE_IN_FLOAT else call.dtype
+    total = _total(call, convert(call.context, call.args[0], dtype), op)
+    return convert(call.context, total, call.dtype)
+
+
+def _sum(call: Call) -> Value:
+    return _accumulated(call, "or" if call.dtype == torch.bool else "add")
+
+
+def _prod(call: Call) -> Value:
+    return _accumulated(call, "and" if call.dtype == torch.bool else "mul")
+
+
+def _mean(call: Call) -> Value:
+    source: Value = call.args[0]
+    dims, _ = _dims_and_keepdim(call)
+    count = math.prod(source.shape[axis] for axis in _axes(call, dims, len(source.dims)))
+    total = _accumulated(call, "add")
+    return pointwise(
+        call.context, call.dtype, total.shape, lambda x: call.builder.binary("div", x, const(count, x.dtype)), (total,)
+    )
+
+
+def _extremum(op: str) -> Reducer:
+    logical = {"max": "or", "min": "and"}
+
+    def extremum(call: Call) -> Value | tuple[Value, ...]:
+        source: Value = call.args[0]
+        if call.overload == "other":
+            operands = [call.operand(arg, call.dtype) for arg in call.args[:2]]
+            return call.pointwise(_combiner(call, op), *operands)
+        total = _total(call, source, logical[op] if source.dtype == torch.bool else op)
+        if call.overload == "dim":
+            return total, _unknown_position(call, total)
+        return total
+
+    return extremum
+
+
+def _unknown_position(call: Call, total: Value) -> Value:
+    """Return the second result of `max(dim)`: the position, refused when it is used."""
+    context, origin = call.context, call.builder.origin
+
+    def element(_: Indices) -> Node:
+        with context.builder.at(origin):
+            context.refuse(f"the position of the {call.name}imum", "only its value is compiled.")
+
+    return Value(total.dims, torch.int64, element)  # built when used, so that an unused position is no error
+
+
+def _truth(op: str) -> Reducer:
+    return lambda call: _total(call, convert(call.context, call.args[0], torch.bool), op)
+
+
+def _product(call: Call, left: Value, right: Value, axis: int) -> Value:
+    """Return sum over `axis` of left * right, broadcast; halves in float32, as torch does."""
+    dtype = torch.float32 if call.dtype in _ACCUMULATE_IN_FLOAT else call.dtype
+    operands = (call.operand(left, dtype), call.operand(right, dtype))
+    shape = torch.broadcast_shapes(left.shape, right.shape)
+    terms = pointwise(call.context, dtype, shape, _combiner(call, "mul"), operands)
+    total = reduce(call, terms, (axis,), False, _combiner(call, "add"))
+    return convert(call.context, total, call.dtype)
+
+
+def _dot(call: Call) -> Value:
+    return _product(call, call.args[0], call.args[1], 0)
+
+
+def _mv(call: Call) -> Value:
+    return _product(call, call.args[0], insert_axis(call.args[1], 0), 1)
+
+
+def _mm(call: Call) -> Value:
+    left, right = call.args[:2]
+    rank = len(left.dims)
+    order = [*range(rank - 2), rank - 1, rank - 2]
+    return _product(call, insert_axis(left, rank - 1), insert_axis(permute(right, order), rank - 2), rank)
+
+
+REDUCTIONS: dict[str, Reducer] = {
+    **{"sum": _sum, "prod": _prod, "mean": _mean, "any": _truth("or"), "all": _truth("and")},
+    **{"max": _extremum("max"), "min": _extremum("min"), "amax": _extremum("max"), "amin": _extremum("min")},
+    **{"dot": _dot, "vdot": _dot, "mv": _mv, "mm": _mm, "bmm": _mm},
+}

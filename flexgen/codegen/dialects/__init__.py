@@ -1,0 +1,1 @@
+"""How each IR op is spelled in a kernel language."""

@@ -1,0 +1,124 @@
+"""Emits a kernel: a pure function from (mods, plan) to the text of a stand-alone module."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flexgen.codegen.dialects.triton import Dialect
+from flexgen.codegen.forward_text import ForwardHoles, ForwardText
+from flexgen.codegen.header import header
+from flexgen.codegen.key import kernel_key
+from flexgen.codegen.mod_printer import PrintedMod, print_mod
+from flexgen.codegen.node_printer import PrintContext
+from flexgen.codegen.render import render
+from flexgen.codegen.source import KernelSource, LineOrigin
+from flexgen.ir.graph import Mods
+from flexgen.ir.origins import Origins
+from flexgen.ir.sizes import size_name
+from flexgen.lowering.ranges import Range, RangeAnalysis
+from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.problem import INDEX_LIMIT
+
+LOG2_E = 1.4426950408889634
+LOWEST = -3.4028234663852886e38  # the most negative finite float32
+FLOOR = -2.0e38  # times log2(e) it is still finite
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One `NAME = tl.constexpr(text)` line at the top of a module."""
+
+    name: str
+    text: str
+    comment: str = ""
+
+
+def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSource:
+    """Return the forward kernel of a plan."""
+    context = print_context(mods, plan)
+    score = print_mod(mods.score, origins, context, plan.accumulator_dtype) if mods.score else None
+    mask = print_mod(mods.mask, origins, context, plan.accumulator_dtype) if mods.mask else None
+    holes = ForwardText(plan, score, mask, context).holes()
+    printed = [mod for mod in (score, mask) if mod is not None]
+    prelude = dict.fromkeys(name for mod in printed for name in mod.prelude) | dict.fromkeys(holes.prelude)
+    functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
+    functions += ["\n".join(line.text for line in mod.lines) for mod in printed]
+    text = render(
+        "triton/forward.py.jinja",
+        header=header(mods, plan),
+        plan=plan,
+        holes=holes,
+        variables=_variables(plan, holes),
+        functions=functions,
+        libdevice=any(mod.libdevice for mod in printed),
+    )
+    return KernelSource(text, "forward", holes.args, _line_map(text, printed), kernel_key(mods, origins, plan))
+
+
+def print_context(mods: Mods, plan: ForwardPlan) -> PrintContext:
+    """Return what the printers need: spelling, captured values, and ranges under the plan's guard."""
+    limit = Range(0, 2**31 - 1 if plan.wide_index else INDEX_LIMIT - 1)
+    names = ("q_idx", "kv_idx", "q_lo", "q_hi", "kv_lo", "kv_hi", "Q_LEN", "KV_LEN")
+    assumed = dict.fromkeys(names, limit) | dict.fromkeys(("b", "h", "h_lo", "h_hi"), Range(0, 2**24))
+    sizes = {
+        size_name(buffer.name, dim): Range(0, 2**31 - 1)
+        for buffer in mods.buffers
+        for dim in range(buffer.rank)
+        if buffer.name not in plan.wide
+    }
+    scalars = {
+        scalar.name: Range(-INDEX_LIMIT, INDEX_LIMIT)
+        for scalar in mods.scalars
+        if not scalar.dtype.is_floating_point and scalar.name not in plan.wide
+    }
+    return PrintContext(
+        dialect=Dialect(hardware=plan.target.backend == "cuda", fast_tanh=plan.FAST_TANH),
+        buffers={buffer.name: buffer for buffer in mods.buffers},
+        scalars={scalar.name: scalar for scalar in mods.scalars},
+        wide=plan.wide,
+        analysis=RangeAnalysis({**assumed, **sizes, **scalars}),
+    )
+
+
+def _variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
+    numbers = [Variable(name, str(getattr(plan, name))) for name in ("BLOCK_M", "BLOCK_N")]
+    numbers += [
+        Variable("QK_HEAD_DIM", str(plan.QK_HEAD_DIM)),
+        Variable("QK_HEAD_DIM_ROUNDED", str(plan.QK_HEAD_DIM_ROUNDED)),
+        Variable("V_HEAD_DIM", str(plan.V_HEAD_DIM)),
+        Variable("V_HEAD_DIM_ROUNDED", str(plan.V_HEAD_DIM_ROUNDED)),
+        Variable("GQA_SHARED_HEADS", str(plan.GQA_SHARED_HEADS)),
+    ]
+    if holes.table:
+        numbers += [
+            Variable("SPARSE_Q_BLOCK_SIZE", str(plan.SPARSE_Q_BLOCK_SIZE)),
+            Variable("SPARSE_KV_BLOCK_SIZE", str(plan.SPARSE_KV_BLOCK_SIZE)),
+        ]
+    if plan.SM_SCALE is not None:
+        numbers.append(Variable("SM_SCALE", repr(plan.SM_SCALE)))
+    multiplier = plan.SM_SCALE * LOG2_E if plan.FOLD_SCALE and plan.SM_SCALE is not None else LOG2_E
+    name = "SCALE_LOG2_E" if plan.FOLD_SCALE else "LOG2_E"
+    comment = "SM_SCALE * log2(e)" if plan.FOLD_SCALE else "weights are computed in base 2"
+    numbers.append(Variable(name, repr(multiplier), comment))
+    numbers.append(_floor(plan, multiplier))
+    return numbers
+
+
+def _floor(plan: ForwardPlan, multiplier: float) -> Variable:
+    if plan.SUBTRACT_FIRST:
+        return Variable("ROW_MAX_FLOOR", repr(LOWEST), "the lowest float32: any finite score is at least this")
+    exponent = math.floor(math.log10(-FLOOR / max(multiplier, 1.0)))
+    return Variable("ROW_MAX_FLOOR", repr(-(10.0**exponent)), "below any score; finite when scaled")
+
+
+def _line_map(text: str, printed: list[PrintedMod]) -> tuple[LineOrigin, ...]:
+    """Find each mod's lines in the text and map them to the user's."""
+    numbered = text.splitlines()
+    found: list[LineOrigin] = []
+    for mod in printed:
+        start = numbered.index(mod.lines[1].text) - 1
+        for offset, line in enumerate(mod.lines):
+            if line.span is not None:
+                found.append(LineOrigin(start + offset + 1, line.span.file, line.span.line))
+    return tuple(found)

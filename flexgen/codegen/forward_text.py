@@ -1,0 +1,338 @@
+"""The holes of the forward template: parameters, addresses, masks and calls, computed from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, SegmentNames
+from flexgen.codegen.dialects.triton import pointer_type, type_name
+from flexgen.codegen.mod_printer import PrintedMod
+from flexgen.codegen.node_printer import PrintContext
+from flexgen.codegen.source import Arg, Role
+from flexgen.lowering.schedule import Walk
+from flexgen.lowering.triton.plan import ForwardPlan
+
+LISTS = ("kv_num_blocks", "kv_indices")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A text for steps that apply the mask, and one for steps that need not."""
+
+    checked: str
+    unchecked: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardHoles:
+    """Everything the forward template prints besides the plan."""
+
+    table: bool
+    tiles_divide_blocks: bool
+    two_kinds: bool
+    attend_params: tuple[str, ...]
+    forward_params: tuple[str, ...]
+    uses_columns: bool
+    uses_kv_idx: bool
+    column_limit: str
+    key_address: str
+    value_address: str
+    query_address: str
+    output_address: str
+    key_masks: Checked
+    value_masks: Checked
+    query_mask: str
+    output_mask: str
+    row_mask: str
+    dot_options: str
+    scale: str
+    scale_score: bool
+    exponent_scale: str
+    natural_max: str
+    accumulator: str
+    score_call: str
+    live: Checked
+    bounds: tuple[str, ...]
+    visits: tuple[str, ...]
+    args: tuple[Arg, ...]
+    prelude: tuple[str, ...]
+
+
+class ForwardText:
+    """Computes the holes for one plan and its printed mods."""
+
+    def __init__(
+        self,
+        plan: ForwardPlan,
+        score: PrintedMod | None,
+        mask: PrintedMod | None,
+        context: PrintContext,
+    ) -> None:
+        self.plan, self.score, self.mask = plan, score, mask
+        self.table = plan.schedule.walk is Walk.TABLE
+        self.packs = plan.index_map.packs
+        self.divides = not self.table or plan.SPARSE_Q_BLOCK_SIZE % plan.BLOCK_M == 0
+        self.rows_masked = self.packs or not self.divides or not plan.IS_DIVISIBLE
+        self.ranges = None if self.table else self._print_ranges(context)
+        self.column_limit = self._column_limit()
+        self.two_kinds = self._needs_two_kinds()
+
+    def holes(self) -> ForwardHoles:
+        plan = self.plan
+        args = self._forward_args()
+        return ForwardHoles(
+            table=self.table,
+            tiles_divide_blocks=self.divides,
+            two_kinds=self.two_kinds,
+            attend_params=tuple(self._attend_params()),
+            forward_params=tuple(arg.name for arg in args),
+            uses_columns=not plan.USE_TMA or bool(self.column_limit) or self._uses_kv_idx,
+            uses_kv_idx=self._uses_kv_idx,
+            column_limit=self.column_limit,
+            key_address=self._key_address("key", "qk_dim"),
+            value_address=self._key_address("value", "v_dim"),
+            query_address=self._row_address("query", "qk_dim"),
+            output_address=self._row_address("output", "v_dim"),
+            key_masks=self._key_masks("qk_dim", plan.QK_HEAD_DIM, plan.QK_HEAD_DIM_ROUNDED),
+            value_masks=self._key_masks("v_dim", plan.V_HEAD_DIM, plan.V_HEAD_DIM_ROUNDED),
+            query_mask=self._row_mask("qk_dim", plan.QK_HEAD_DIM, plan.QK_HEAD_DIM_ROUNDED),
+            output_mask=self._row_mask("v_dim", plan.V_HEAD_DIM, plan.V_HEAD_DIM_ROUNDED),
+            row_mask="row_exists" if self.rows_masked else "",
+            dot_options=self._dot_options(),
+            scale=self._scale,
+            scale_score=not plan.PRESCALE_QK and not plan.FOLD_SCALE and plan.SM_SCALE != 1.0,
+            exponent_scale="SCALE_LOG2_E" if plan.FOLD_SCALE else "LOG2_E",
+            natural_max=f"row_max * {self._scale}" if plan.FOLD_SCALE else "row_max",
+            accumulator=type_name(plan.accumulator_dtype),
+            score_call=self._score_call(),
+            live=self._live(),
+            bounds=self.ranges.lines if self.ranges else (),
+            visits=tuple(self._visits()),
+            args=args,
+            prelude=self.ranges.prelude if self.ranges else (),
+        )
+
+    # Facts about the text.
+
+    @property
+    def _scale(self) -> str:
+        return "sm_scale" if self.plan.SM_SCALE is None else "SM_SCALE"
+
+    @property
+    def _uses_kv_idx(self) -> bool:
+        return self.score is not None or self.mask is not None
+
+    def _print_ranges(self, context: PrintContext) -> PrintedRanges:
+        offset = "Q_OFFSET + " if self.plan.index_map.has_offsets else ""
+        last = "Q_LEN - 1" if not self.plan.IS_DIVISIBLE else ""
+        if self.packs:
+            lo = f"{offset}row_tile * BLOCK_M // GQA_SHARED_HEADS"
+            hi = f"{offset}tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // GQA_SHARED_HEADS, Q_LEN - 1)"
+            heads = {"h_lo": "h_lo", "h_hi": "h_hi"}
+        else:
+            lo = f"{offset}q_start"
+            hi = f"{offset}tl.minimum(q_start + BLOCK_M, Q_LEN) - 1" if last else f"{offset}q_start + BLOCK_M - 1"
+            heads = {"h_lo": "h", "h_hi": "h"}
+        inputs = {
+            "b": "b",
+            "h": "h",
+            "q_idx": "q_idx",
+            "q_lo": "q_lo",
+            "q_hi": "q_hi",
+            "Q_LEN": "(Q_OFFSET + Q_LEN)" if offset else "Q_LEN",
+            "KV_LEN": "(KV_OFFSET + KV_LEN)" if offset else "KV_LEN",
+            **heads,
+        }
+        printer = RangesPrinter(context, inputs, rows_masked=self.rows_masked, kv_offset="KV_OFFSET" if offset else "")
+        printed = printer.print(self.plan.schedule)
+        used = " ".join(line for line in printed.lines if not line.startswith("#"))
+        corners = {"q_lo": lo, "q_hi": hi, "h_lo": "kv_head * GQA_SHARED_HEADS", "h_hi": "h_lo + GQA_SHARED_HEADS - 1"}
+        needed = [name for name in corners if _mentions(used, name)]
+        if "h_hi" in needed and "h_lo" not in needed:
+            needed.insert(needed.index("h_hi"), "h_lo")
+        lines = tuple(f"{name} = {corners[name]}" for name in needed)
+        return PrintedRanges(lines + printed.lines, printed.names, printed.args, printed.prelude)
+
+    def _column_limit(self) -> str:
+        """The end of the columns a tile may use, where a tile can reach past it."""
+        plan = self.plan
+        if self.table and plan.SPARSE_KV_BLOCK_SIZE % plan.BLOCK_N:
+            return "tl.minimum((block + 1) * SPARSE_KV_BLOCK_SIZE, KV_LEN)"
+        return "" if plan.IS_DIVISIBLE else "KV_LEN"
+
+    def _needs_two_kinds(self) -> bool:
+        if self.table:
+            return self.mask is not None and self.plan.HAS_FULL_BLOCKS
+        has_full = any(name.full_hi for name in self._segments)
+        return has_full and (self.mask is not None or not self.plan.IS_DIVISIBLE)
+
+    @property
+    def _segments(self) -> tuple[SegmentNames, ...]:
+        return self.ranges.names if self.ranges else ()
+
+    # Calls of the mods.
+
+    def _indices(self) -> dict[str, str]:
+        head = "h[:, None]" if self.packs else "h"
+        return {"b": "b", "h": head, "q_idx": "q_idx[:, None]", "kv_idx": "kv_idx[None, :]"}
+
+    def _score_call(self) -> str:
+        return self.score.call(score="score", **self._indices()) if self.score else ""
+
+    def _live(self) -> Checked:
+        mask = self.mask.call(**self._indices()) if self.mask else ""
+        exists = "column_exists[None, :]" if self.column_limit else ""
+        checked = " & ".join(term for term in (exists, mask) if term)
+        everywhere = self.table and self.two_kinds
+        return Checked(checked, exists if everywhere else "")
+
+    # Loads and stores.
+
+    def _key_address(self, tensor: str, dim: str) -> str:
+        column = "column[:, None].to(tl.int64)" if tensor in self.plan.wide else "column[:, None]"
+        return f"{tensor}_ptr + {column} * {tensor}_stride_kv + {self._dim_offset(tensor, dim)}"
+
+    def _row_address(self, tensor: str, dim: str) -> str:
+        row = "row[:, None].to(tl.int64)" if tensor in self.plan.wide else "row[:, None]"
+        head = f"head * {tensor}_stride_h + " if self.packs else ""
+        return f"{tensor}_ptr + {head}{row} * {tensor}_stride_q + {self._dim_offset(tensor, dim)}"
+
+    def _dim_offset(self, tensor: str, dim: str) -> str:
+        unit = tensor == "output" or tensor in self.plan.unit_stride
+        return f"{dim}[None, :]" if unit else f"{dim}[None, :] * {tensor}_stride_d"
+
+    def _key_masks(self, dim: str, size: int, rounded: int) -> Checked:
+        dim_mask = _dim_mask(dim, size, rounded)
+        exists = "column_exists[:, None]" if self.column_limit else ""
+        checked = " & ".join(term for term in (exists, dim_mask) if term)
+        everywhere = self.table or not self.two_kinds
+        return Checked(checked, checked if everywhere else dim_mask)
+
+    def _row_mask(self, dim: str, size: int, rounded: int) -> str:
+        exists = "row_exists[:, None]" if self.rows_masked else ""
+        return " & ".join(term for term in (exists, _dim_mask(dim, size, rounded)) if term)
+
+    def _dot_options(self) -> str:
+        is_float32 = self.plan.query_dtype in (torch.float32, torch.float64)
+        precision = f', input_precision="{self.plan.FLOAT32_PRECISION}"' if is_float32 else ""
+        out = ", out_dtype=tl.float64" if self.plan.accumulator_dtype == torch.float64 else ""
+        return precision + out
+
+    # Parameters and calls.
+
+    def _captured_args(self) -> tuple[Arg, ...]:
+        """Arguments the mods take, each once."""
+        mods = [mod for mod in (self.score, self.mask) if mod is not None]
+        return tuple(dict.fromkeys(arg for mod in mods for arg in mod.args))
+
+    def _shared(self) -> list[str]:
+        """Names that attend takes and forward has under the same name, in order."""
+        plan = self.plan
+        names = ["acc", "row_max", "row_sum", "query"]
+        for tensor in ("key", "value"):
+            names += [f"{tensor}_desc"] if plan.USE_TMA else [f"{tensor}_ptr", f"{tensor}_stride_kv"]
+            names += [] if plan.USE_TMA or tensor in plan.unit_stride else [f"{tensor}_stride_d"]
+        names += ["sm_scale"] if plan.SM_SCALE is None and not plan.PRESCALE_QK else []
+        names += ["KV_LEN"] if "KV_LEN" in self.column_limit else []
+        names += ["KV_OFFSET"] if plan.index_map.has_offsets and self._uses_kv_idx else []
+        names += ["b", "h", "q_idx"] if self._uses_kv_idx else []
+        return names + [arg.name for arg in self._captured_args()]
+
+    def _attend_params(self) -> Iterable[str]:
+        shared = self._shared()
+        captured = {arg.name for arg in self._captured_args()}
+        yield ", ".join(shared[:4])
+        yield from (", ".join(group) for group in _grouped([n for n in shared[4:] if n not in captured], 8))
+        yield from (", ".join(group) for group in _grouped([n for n in shared[4:] if n in captured], 5))
+        if self.table:
+            yield "kv_indices_ptr, tiles_per_block"
+        yield "first, last" + (", CHECKED: tl.constexpr" if self.two_kinds else "")
+
+    def _visit(self, first: str, last: str, checked: bool, table: str = "") -> str:
+        names = [*self._shared(), *((table, "tiles_per_block") if self.table else ()), first, last]
+        return ", ".join(names + ([str(checked)] if self.two_kinds else []))
+
+    def _visits(self) -> Iterable[str]:
+        if self.table:
+            yield self._visit("0", "last", True, "kv_indices_ptr + listed")
+            if self.plan.HAS_FULL_BLOCKS:
+                yield self._visit("0", "last", self.mask is None and not self.two_kinds, "full_kv_indices_ptr + listed")
+            return
+        for segment in self._segments:
+            yield from self._visit_segment(segment)
+
+    def _visit_segment(self, segment: SegmentNames) -> Iterable[str]:
+        if not self.two_kinds:
+            yield self._visit(segment.lo, segment.hi, True)
+            return
+        lo, hi = segment.lo, segment.hi
+        if segment.full_hi is None or segment.full_lo is None:
+            yield self._visit(lo, hi, True)
+            return
+        if segment.left_edge:
+            yield self._visit(lo, segment.full_lo, True)
+        yield self._visit(segment.full_lo, segment.full_hi, False)
+        yield self._visit(segment.full_hi, hi, True)
+
+    def _forward_args(self) -> tuple[Arg, ...]:
+        plan = self.plan
+        outputs = ["output", *["logsumexp"] * plan.OUTPUT_LOGSUMEXP, *["max_scores"] * plan.OUTPUT_MAX]
+        args = [_pointer(name, self._dtype(name)) for name in ("query", "key", "value", *outputs)]
+        args += list(self._table_args()) if self.table else []
+        for tensor, row in (("query", "q"), ("key", "kv"), ("value", "kv"), ("output", "q")):
+            args += self._stride_args(tensor, row)
+        lengths = ["Q_LEN", "KV_LEN", "Q_HEADS", *["Q_OFFSET", "KV_OFFSET"] * plan.index_map.has_offsets]
+        args += [Arg(name, Role.LENGTH, name, None, "i32", False) for name in lengths]
+        args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
+        bounds = self.ranges.args if self.ranges else ()
+        return tuple(dict.fromkeys([*args, *self._captured_args(), *bounds]))
+
+    def _dtype(self, tensor: str) -> torch.dtype:
+        dtypes: Mapping[str, torch.dtype] = {
+            "query": self.plan.query_dtype,
+            "key": self.plan.key_dtype,
+            "value": self.plan.value_dtype,
+            "output": self.plan.query_dtype,
+        }
+        return dtypes.get(tensor, self.plan.accumulator_dtype)
+
+    def _stride_args(self, tensor: str, row: str) -> list[Arg]:
+        kinds: dict[str, tuple[int, str]] = {
+            "b": (0, "i64"),
+            "h": (1, "i64"),
+            row: (2, "i64" if tensor in self.plan.wide else "i32"),
+        }
+        if tensor != "output" and tensor not in self.plan.unit_stride:
+            kinds["d"] = (3, "i64" if tensor in self.plan.wide else "i32")
+        return [
+            Arg(f"{tensor}_stride_{axis}", Role.TENSOR_STRIDE, tensor, dim, kind, True)
+            for axis, (dim, kind) in kinds.items()
+        ]
+
+    def _table_args(self) -> Iterable[Arg]:
+        prefixes = ("", "full_") if self.plan.HAS_FULL_BLOCKS else ("",)
+        lists = [prefix + name for prefix in prefixes for name in LISTS]
+        yield from (Arg(f"{name}_ptr", Role.TABLE, name, None, "*i32", True) for name in lists)
+        for name in lists:
+            for dim, axis in enumerate("bhq"):
+                yield Arg(f"{name}_stride_{axis}", Role.TABLE_STRIDE, name, dim, "i32", False)
+
+
+def _pointer(name: str, dtype: torch.dtype) -> Arg:
+    return Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(dtype), True)
+
+
+def _dim_mask(dim: str, size: int, rounded: int) -> str:
+    name = "QK_HEAD_DIM" if dim == "qk_dim" else "V_HEAD_DIM"
+    return "" if size == rounded else f"({dim} < {name})[None, :]"
+
+
+def _mentions(text: str, name: str) -> bool:
+    return name in text.replace("(", " ").replace(")", " ").replace(",", " ").split()
+
+
+def _grouped(names: list[str], size: int) -> Iterable[list[str]]:
+    return (names[start : start + size] for start in range(0, len(names), size))

@@ -1,0 +1,76 @@
+"""The docstring at the top of an emitted module: which case it is for, and why it is the way it is."""
+
+from __future__ import annotations
+
+import textwrap
+
+from flexgen.ir.graph import Graph, Mods
+from flexgen.lowering.decision import Decision
+from flexgen.lowering.schedule import Schedule
+from flexgen.lowering.triton.plan import ForwardPlan
+
+FLAGS = (
+    "IS_DIVISIBLE",
+    "SAFE_HEAD_DIM",
+    "PRESCALE_QK",
+    "ROWS_GUARANTEED_SAFE",
+    "BLOCKS_ARE_CONTIGUOUS",
+    "HAS_FULL_BLOCKS",
+    "USE_TMA",
+    "USE_SUBTILING",
+    "FAST_TANH",
+    "OUTPUT_LOGSUMEXP",
+    "OUTPUT_MAX",
+)
+_WIDTH = 110
+
+
+def header(mods: Mods, plan: ForwardPlan) -> str:
+    """Return the module docstring."""
+    rows = [
+        ("score_mod", _name(mods.score, "none: softmax of scaled products")),
+        ("mask_mod", _name(mods.mask, "none: every key is live")),
+        ("tile", _tile(plan)),
+        ("keys", _keys(plan.schedule)),
+        ("rows safe", _yes(plan.ROWS_GUARANTEED_SAFE, _because(plan, "ROWS_GUARANTEED_SAFE"))),
+        ("flags", ", ".join(f"{name}={getattr(plan, name)}" for name in FLAGS)),
+    ]
+    body = "\n".join(_row(label, text) for label, text in rows)
+    return f'"""Fused attention, forward, for {plan.target.name}. Written by flexgen.\n\n{body}\n"""'
+
+
+def _row(label: str, text: str) -> str:
+    safe = text.replace("\\", "/").replace('"""', "'''")
+    indent = " " * 13
+    paragraphs = safe.splitlines() or [""]
+    wrapped = [
+        textwrap.fill(line, _WIDTH, initial_indent=indent, subsequent_indent=indent + "    ", break_long_words=False)
+        for line in paragraphs
+    ]
+    text = "\n".join(wrapped)
+    return f"{label:<13}" + text[13:]
+
+
+def _name(graph: Graph | None, absent: str) -> str:
+    return absent if graph is None else graph.name
+
+
+def _tile(plan: ForwardPlan) -> str:
+    sizes = f"{plan.BLOCK_M} query rows x {plan.BLOCK_N} keys, {plan.num_warps} warps, {plan.num_stages} stages"
+    return f"{sizes}   because: {_because(plan, 'BLOCK_M')}"
+
+
+def _keys(schedule: Schedule) -> str:
+    return "\n".join([schedule.because, *(segment.because for segment in schedule.segments)])
+
+
+def _yes(value: bool, because: str) -> str:
+    return f"{'yes' if value else 'no'}   because: {because}"
+
+
+def _because(plan: ForwardPlan, name: str) -> str:
+    return _decision(plan, name).because
+
+
+def _decision(plan: ForwardPlan, name: str) -> Decision:
+    return next(decision for decision in plan.decisions if decision.name == name)

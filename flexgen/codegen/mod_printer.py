@@ -1,0 +1,128 @@
+"""Prints a mod once, as a device function of broadcastable index tensors that every kernel calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from flexgen.codegen.dialects.triton import type_name
+from flexgen.codegen.expression import Expression, call, method
+from flexgen.codegen.node_printer import NodePrinter, PrintContext
+from flexgen.codegen.source import Arg
+from flexgen.errors import SourceSpan
+from flexgen.ir.graph import Axis, Graph, Node
+from flexgen.ir.origins import Origins
+
+MOD_INPUTS: Mapping[str, tuple[str, ...]] = {
+    "score": ("score", "b", "h", "q_idx", "kv_idx"),
+    "mask": ("b", "h", "q_idx", "kv_idx"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrintedLine:
+    """One line of a printed function and the user's line it computes, if known."""
+
+    text: str
+    span: SourceSpan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrintedMod:
+    """A printed device function.
+
+    Attributes:
+        name: "score_mod" or "mask_mod".
+        lines: the function's text, at column 0.
+        args: captured values it takes after the indices, in order.
+        prelude: names of prelude functions it calls.
+        libdevice: whether it calls libdevice.
+    """
+
+    name: str
+    lines: tuple[PrintedLine, ...]
+    args: tuple[Arg, ...]
+    prelude: tuple[str, ...]
+    libdevice: bool
+
+    def call(self, **inputs: str) -> str:
+        """Return a call's text with the given texts for the indices (and the score)."""
+        return f"{self.name}({', '.join([*inputs.values(), *(arg.name for arg in self.args)])})"
+
+
+def print_mod(graph: Graph, origins: Origins, context: PrintContext, score_dtype: torch.dtype) -> PrintedMod:
+    """Print a mod's graph.
+
+    A score_mod returns a tile of `score_dtype`; a mask_mod a bool tensor that broadcasts to the tile.
+    """
+    inputs = MOD_INPUTS[graph.kind]
+    printer = NodePrinter(context, {name: name for name in inputs}, origins.variable, _reserved(inputs, context))
+    result = printer.print(graph.root)
+    if graph.kind == "score":
+        result = _as_tile(graph.root, result, printer.computed_dtype(graph.root), score_dtype)
+    lines = _body(graph, printer, origins, result)
+    args = tuple(printer.args.values())
+    head = f"def {graph.kind}_mod({', '.join([*inputs, *(arg.name for arg in args)])}):"
+    doc = f'    """{graph.name}: the {graph.kind} of one (query, key) pair; indices broadcast to the tile."""'
+    return PrintedMod(
+        name=f"{graph.kind}_mod",
+        lines=(PrintedLine("@triton.jit"), PrintedLine(head), PrintedLine(doc), *lines),
+        args=args,
+        prelude=tuple(printer.prelude),
+        libdevice=printer.libdevice,
+    )
+
+
+RESERVED = frozenset({"tl", "triton", "libdevice", "float"})
+
+
+def _reserved(inputs: tuple[str, ...], context: PrintContext) -> set[str]:
+    captured = {*context.buffers, *context.scalars}
+    helpers = {"floor_div", "floor_mod", "float_floor_div", "float_floor_mod", "sign", "truncate", "round_half_even"}
+    return {*inputs, *captured, *RESERVED, *helpers, "tanh", "tanh_approx", "expm1", "log1p", "power"}
+
+
+def _as_tile(root: Node, result: Expression, dtype: torch.dtype, score_dtype: torch.dtype) -> Expression:
+    """Make a score_mod's result a full tile: it may be a constant, or depend on some of the indices only."""
+    if root.op == "const":
+        return call("tl.full", "[BLOCK_M, BLOCK_N]", result, type_name(score_dtype))
+    if dtype != score_dtype:
+        result = method(result, f"to({type_name(score_dtype)})")
+    if not {Axis.Q, Axis.KV} <= root.axes or "score" not in _input_names(root):
+        return call("tl.broadcast_to", result, "[BLOCK_M, BLOCK_N]")
+    return result
+
+
+def _input_names(root: Node) -> set[str]:
+    seen, stack, names = {root}, [root], set()
+    while stack:
+        node = stack.pop()
+        if node.op == "input":
+            names.add(str(node.attr))
+        fresh = [arg for arg in node.args if arg not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return names
+
+
+def _body(graph: Graph, printer: NodePrinter, origins: Origins, result: Expression) -> list[PrintedLine]:
+    lines: list[PrintedLine] = []
+    shown: str | None = None
+    statements = [(f"{a.name} = {a.text}", a.node) for a in printer.assignments]
+    for text, node in [*statements, (f"return {result.text}", graph.root)]:
+        span = origins.span(node)
+        comment = comment_text(span) if span else None
+        if comment and comment != shown:
+            lines.append(PrintedLine(f"    # {comment}"))
+            shown = comment
+        lines.append(PrintedLine(f"    {text}", span))
+    return lines
+
+
+def comment_text(span: SourceSpan) -> str:
+    """Return the user's line as text that cannot leave a comment: one line, printable ASCII."""
+    line = " ".join(span.text.split())
+    safe = "".join(ch if " " <= ch <= "~" else "?" for ch in line)
+    return safe if len(safe) <= 100 else safe[:97] + "..."

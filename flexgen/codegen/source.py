@@ -1,0 +1,69 @@
+"""What emission returns: the text of a module, its entry, and what each kernel argument means."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Role(enum.Enum):
+    """Where the launcher takes an argument's value from."""
+
+    TENSOR = "tensor"  # pointer to query, key, value, output, logsumexp, max_scores
+    TENSOR_STRIDE = "tensor stride"  # stride of such a tensor, in elements
+    TABLE = "table"  # pointer to one of the block table's index tensors
+    TABLE_STRIDE = "table stride"
+    BUFFER = "buffer"  # pointer to a captured tensor
+    BUFFER_STRIDE = "buffer stride"
+    BUFFER_SIZE = "buffer size"
+    SCALAR = "scalar"  # captured number
+    LENGTH = "length"  # Q_LEN, KV_LEN, Q_HEADS, Q_OFFSET, KV_OFFSET
+    SCALE = "scale"
+
+
+@dataclass(frozen=True, slots=True)
+class Arg:
+    """One kernel argument.
+
+    Attributes:
+        name: the parameter's name in the text.
+        role, of, dim: where its value comes from: `of` names the tensor, buffer, scalar or length.
+        type: Triton's signature type: "*bf16", "i32", "i64", "fp32", "fp64".
+        specialize: whether the compiled kernel may rely on divisibility by 16 (pointers and strides);
+            lengths and users' numbers never are, so that a new value never compiles again.
+    """
+
+    name: str
+    role: Role
+    of: str
+    dim: int | None
+    type: str
+    specialize: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LineOrigin:
+    """The user's line that an emitted line came from (both count from 1)."""
+
+    emitted: int
+    file: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """One emitted module.
+
+    Attributes:
+        text: the module's text.
+        entry: name of the kernel function in it.
+        args: its parameters, in order.
+        line_map: emitted lines that came from the user's source.
+        key: digest of mods, plan and flexgen's own sources; names the module in caches.
+    """
+
+    text: str
+    entry: str
+    args: tuple[Arg, ...]
+    line_map: tuple[LineOrigin, ...]
+    key: str

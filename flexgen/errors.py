@@ -1,0 +1,110 @@
+"""Every error flexgen raises on purpose: what went wrong, where in the user's source, why, and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpan:
+    """A range of the user's source. Lines start at 1, columns at 0; `text` is the first line, verbatim."""
+
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    text: str
+
+    def render(self) -> str:
+        """Return `file:line:column`, the line, and carets below the span, as a compiler would print it."""
+        head = f"{self.file}:{self.line}:{self.column + 1}"
+        if not self.text.strip():
+            return head
+        indent = len(self.text) - len(self.text.lstrip())
+        shown = self.text.strip()
+        start = max(self.column - indent, 0)
+        stop = self.end_column - indent if self.end_line == self.line else len(shown)
+        carets = " " * start + "^" * max(min(stop, len(shown)) - start, 1)
+        return f"{head}\n    {shown}\n    {carets}"
+
+
+class FlexgenError(Exception):
+    """Base of all errors of flexgen.
+
+    Args:
+        what: one line that says what is wrong, with the offending value.
+        where: the user's source, if the error belongs to a place in it.
+        why: the reason, in a sentence or two.
+        fix: what the user can change.
+    """
+
+    def __init__(
+        self, what: str, *, where: SourceSpan | None = None, why: str | None = None, fix: str | None = None
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.why = why
+        self.fix = fix
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        lines = [self.what]
+        if self.where is not None:
+            lines.append("  at " + self.where.render().replace("\n", "\n  "))
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class CaptureError(FlexgenError):
+    """A mod could not be traced: it raised, branched on a traced value, or returned the wrong thing."""
+
+
+class UnsupportedOpError(CaptureError):
+    """A mod uses operations that flexgen does not compile; all of them are listed in one message."""
+
+    def __init__(self, problems: Sequence[FlexgenError]) -> None:
+        self.problems = tuple(problems)
+        first = self.problems[0]
+        super().__init__(first.what, where=first.where, why=first.why, fix=first.fix)
+
+    def render(self) -> str:
+        count = len(self.problems)
+        head = [f"{count} operations of this mod cannot be compiled:"] if count > 1 else []
+        return "\n".join(head + [problem.render() for problem in self.problems])
+
+
+class OptionError(FlexgenError, ValueError):
+    """A kernel option is unknown, malformed, contradictory, or cannot be honoured for this problem."""
+
+
+class UnsupportedProblemError(FlexgenError, ValueError):
+    """The tensors of a call (shapes, devices, block masks) do not form an attention problem flexgen computes."""
+
+
+class ProblemTypeError(UnsupportedProblemError, TypeError):
+    """The tensors of a call have dtypes or types that do not go together."""
+
+
+class NoFeasiblePlanError(FlexgenError):
+    """No choice of tiles fits the target's shared memory and registers, or a forced one does not."""
+
+
+class KernelCompileError(FlexgenError):
+    """Triton, or the assembler behind it, refused an emitted kernel."""
+
+
+class KernelMemoryError(FlexgenError, IndexError):
+    """An interpreted kernel touched memory outside of the tensors it was given."""
+
+
+class IRTextError(FlexgenError, ValueError):
+    """A text that should hold the IR of mods does not parse."""
+
+
+class InternalError(FlexgenError):
+    """flexgen broke a rule of its own; the message holds what a report needs."""

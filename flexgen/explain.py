@@ -1,0 +1,49 @@
+"""The decision report: what was proven about the mods, and each template variable with its reason."""
+
+from __future__ import annotations
+
+import textwrap
+
+from flexgen.ir.simplify import Simplified
+from flexgen.lowering.decision import Decision
+from flexgen.lowering.facts import MaskFacts
+from flexgen.lowering.triton.plan import ForwardPlan
+
+_WIDTH = 118
+
+
+def explain(plan: ForwardPlan, facts: MaskFacts, simplified: Simplified) -> str:
+    """Return the report of a forward plan as text."""
+    sections = [
+        f"forward kernel for {plan.target.name}",
+        "facts\n" + textwrap.indent(facts.describe(), "  "),
+        "schedule\n" + textwrap.indent(_schedule(plan), "  "),
+        "decisions\n" + "\n".join(line for decision in plan.decisions for line in _decision(decision)),
+    ]
+    if simplified.fired:
+        rules = ", ".join(f"{name} x{count}" for name, count in simplified.fired)
+        sections.insert(1, f"simplified by\n  {rules}")
+    return "\n\n".join(sections) + "\n"
+
+
+def _schedule(plan: ForwardPlan) -> str:
+    schedule = plan.schedule
+    return "\n".join([f"{schedule.walk.value}: {schedule.because}", *(s.because for s in schedule.segments)])
+
+
+def _decision(decision: Decision) -> list[str]:
+    head = f"  {decision.name:<22} = {_value(decision.value)}"
+    because = textwrap.wrap(decision.because, _WIDTH - 31, break_long_words=False)
+    lines = [f"{head:<46} because: {because[0] if because else ''}"]
+    lines += [" " * 56 + more for more in because[1:]]
+    lines += [f"{'':<28}rejected {rejected.value}: {rejected.because}" for rejected in decision.rejected]
+    return lines
+
+
+def _value(value: object) -> str:
+    if value is None:
+        return "-"
+    packed = getattr(value, "packed_heads", None)
+    if packed is not None:
+        return f"{packed} head{'s' if packed > 1 else ''} a tile"
+    return str(value)

@@ -1,0 +1,25 @@
+"""How a tile's physical rows and columns map to logical (b, h, q_idx, kv_idx)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class IndexMap:
+    """The map of a kernel's tiles.
+
+    Physical row `r` of a program is query `r // packed_heads` of head `kv_head * group + r % packed_heads`;
+    with one packed head a program's rows are consecutive queries of one head.
+
+    Attributes:
+        packed_heads: query heads interleaved in the rows of one tile: 1, or the whole group.
+        has_offsets: logical indices are Q_OFFSET + row and KV_OFFSET + column (decoding, sharded sequences).
+    """
+
+    packed_heads: int = 1
+    has_offsets: bool = False
+
+    @property
+    def packs(self) -> bool:
+        return self.packed_heads > 1

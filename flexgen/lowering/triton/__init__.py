@@ -1,0 +1,1 @@
+"""The plain Triton backend's plan."""

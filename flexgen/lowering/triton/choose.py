@@ -1,0 +1,396 @@
+"""Decides a plain Triton forward plan: one small function a decision, in a fixed order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexgen.errors import NoFeasiblePlanError, OptionError, UnsupportedProblemError
+from flexgen.ir.graph import Axis, Graph, Mods, Node
+from flexgen.lowering.decision import Decision, Rejected
+from flexgen.lowering.facts import MaskFacts
+from flexgen.lowering.index_map import IndexMap
+from flexgen.lowering.rounding import largest_power_of_two_divisor, round_up_to_power_of_two
+from flexgen.lowering.schedule import Schedule
+from flexgen.lowering.targets import Target
+from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.lowering.triton.tiles import Tile, TileShape, infeasible, preferred, shared_bytes, smaller
+from flexgen.options import KernelOptions
+from flexgen.problem import DIVISOR, Guard, Problem
+
+MAX_HEAD_DIM = 512
+EXTREME = 1e38  # scores this low overflow when multiplied by log2(e)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Everything a decision may look at."""
+
+    problem: Problem
+    guard: Guard
+    target: Target
+    options: KernelOptions
+    mods: Mods
+    facts: MaskFacts
+    schedule: Schedule
+
+
+class _Answers:
+    """The decisions made so far, by name and in order."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+
+    def add(self, name: str, value: Any, because: str, rejected: tuple[Rejected, ...] = ()) -> Any:
+        self.decisions.append(Decision(name, value, because, rejected))
+        return value
+
+    def __getitem__(self, name: str) -> Any:
+        return next(decision.value for decision in self.decisions if decision.name == name)
+
+
+def choose_forward(question: Question) -> ForwardPlan:
+    """Decide every template variable of the forward kernel.
+
+    Raises:
+        OptionError: an option cannot be honoured for this problem and target.
+        NoFeasiblePlanError: no tile, or not the forced one, fits the target.
+        UnsupportedProblemError: the target does not compute this dtype or head dim.
+    """
+    answers = _Answers()
+    for decide in _ORDER:
+        decide(question, answers)
+    names = {field.name for field in dataclasses.fields(ForwardPlan)}
+    values = {decision.name: decision.value for decision in answers.decisions if decision.name in names}
+    problem = question.problem
+    return ForwardPlan(
+        target=question.target,
+        schedule=question.schedule,
+        query_dtype=problem.query_dtype,
+        key_dtype=problem.key_dtype,
+        value_dtype=problem.value_dtype,
+        accumulator_dtype=problem.accumulator_dtype,
+        unit_stride=problem.unit_stride,
+        wide=question.guard.wide,
+        wide_index=question.guard.wide_index,
+        decisions=tuple(answers.decisions),
+        **values,
+    )
+
+
+def _backend(question: Question, answers: _Answers) -> None:
+    asked = question.options.BACKEND
+    if asked in ("TRITON_DECODE", "GLUON"):
+        raise OptionError(
+            f"BACKEND={asked!r} is not available in this version of flexgen",
+            why="only the plain Triton backend has been built so far",
+            fix="leave BACKEND at 'AUTO' or use 'TRITON'",
+        )
+    selecting = [n for n in ("FORCE_USE_FLEX_ATTENTION", "USE_SUBTILING", "USE_TMA") if getattr(question.options, n)]
+    because = f"selected by {', '.join(selecting)}" if selecting else "asked for" if asked else "the only backend built"
+    answers.add("BACKEND", "TRITON", because)
+    if question.problem.query_dtype == torch.float64 and question.target.backend != "interpret":
+        raise UnsupportedProblemError(
+            f"float64 attention is not compiled for {question.target.name}",
+            why="GPUs run it at a small fraction of their float32 rate, and no kernel of flexgen is tuned for it",
+            fix="convert query, key and value to float32, or run on CPU, where the interpreter computes float64",
+        )
+
+
+def _head_dims(question: Question, answers: _Answers) -> None:
+    problem = question.problem
+    for name, size in (("QK_HEAD_DIM", problem.qk_head_dim), ("V_HEAD_DIM", problem.v_head_dim)):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise UnsupportedProblemError(
+                f"{name}={size} is out of range",
+                why=f"a row of a tile must fit the chip; flexgen supports head dims from 1 to {MAX_HEAD_DIM}",
+                fix="split the head, or use fewer dimensions",
+            )
+        answers.add(name, size, "the tensors' last dimension")
+        answers.add(f"{name}_ROUNDED", round_up_to_power_of_two(size), "the next power of two, at least 16 for tl.dot")
+    exact = (
+        answers["QK_HEAD_DIM"] == answers["QK_HEAD_DIM_ROUNDED"]
+        and answers["V_HEAD_DIM"] == answers["V_HEAD_DIM_ROUNDED"]
+    )
+    answers.add("SAFE_HEAD_DIM", exact, "no padding to mask" if exact else "rounded head dims need masked loads")
+    answers.add("GQA_SHARED_HEADS", problem.group, "query heads divided by key/value heads")
+
+
+def _table(question: Question, answers: _Answers) -> None:
+    table = question.problem.table
+    because = "from the block mask" if table else "no block mask was given"
+    answers.add("SPARSE_Q_BLOCK_SIZE", table.q_block_size if table else 0, because)
+    answers.add("SPARSE_KV_BLOCK_SIZE", table.kv_block_size if table else 0, because)
+    answers.add("HAS_FULL_BLOCKS", table.has_full_blocks if table else False, because)
+    asked = question.options.BLOCKS_ARE_CONTIGUOUS
+    if asked and table is None:
+        because = "no block list is read: key ranges are computed, and contiguous by construction"
+    elif asked:
+        because = "asked for; the block mask's lists are checked once"
+    else:
+        because = "block lists may have gaps"
+    answers.add("BLOCKS_ARE_CONTIGUOUS", bool(asked and table), because)
+
+
+def _packing(question: Question, answers: _Answers) -> None:
+    group, bucket = question.problem.group, question.guard.q_bucket
+    has_offsets = question.problem.has_offsets
+    if question.problem.table is not None:
+        value, because = 1, "a block table may differ between the heads of a group"
+    elif group > 1 and bucket == 16:
+        value, because = group, f"at most 16 queries: the {group} heads of a group share a tile and its keys"
+    else:
+        value, because = 1, "enough queries of one head fill a tile" if group > 1 else "one query head a key head"
+    answers.add("index_map", IndexMap(value, has_offsets), because)
+
+
+def _tile(question: Question, answers: _Answers) -> None:
+    problem, options = question.problem, question.options
+    shape = TileShape(
+        answers["QK_HEAD_DIM_ROUNDED"],
+        answers["V_HEAD_DIM_ROUNDED"],
+        problem.query_dtype.itemsize,
+        problem.key_dtype.itemsize,
+        problem.value_dtype.itemsize,
+    )
+    first, origin = preferred(problem.query_dtype, max(shape.qk_rounded, shape.v_rounded), question.target)
+    first = _fit_lengths(first, question, answers)
+    forced = {name: getattr(options, name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
+    forced = {name: value for name, value in forced.items() if value is not None}
+    tile, rejected = _first_feasible(dataclasses.replace(first, **forced), forced, shape, question)
+    for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"):
+        because = "asked for" if name in forced else f"fits; {origin}"
+        answers.add(name, getattr(tile, name), because, rejected if name == "BLOCK_M" else ())
+    answers.add("shared_bytes", shared_bytes(tile, shape, question.target), "computed from the tile, an upper bound")
+    _check_table_tiles(question, tile, forced)
+
+
+def _fit_lengths(tile: Tile, question: Question, answers: _Answers) -> Tile:
+    """Shrink a first choice to lengths that do not fill it, and to the block table's blocks."""
+    guard, table = question.guard, question.problem.table
+    rows = guard.q_bucket * answers["index_map"].packed_heads if guard.q_bucket else tile.BLOCK_M
+    block_m = min(tile.BLOCK_M, round_up_to_power_of_two(max(rows, 1)))
+    block_n = min(tile.BLOCK_N, guard.kv_bucket or tile.BLOCK_N)
+    if table is not None:
+        block_m = _dividing(block_m, table.q_block_size)
+        block_n = _dividing(block_n, table.kv_block_size)
+    warps = min(tile.num_warps, max(1, block_m // 16)) if question.target.backend != "interpret" else tile.num_warps
+    return Tile(block_m, block_n, max(warps, min(4, tile.num_warps)), tile.num_stages)
+
+
+def _dividing(block: int, sparse: int) -> int:
+    """Return a block that divides the sparse block; where none of at least 16 does, one that wastes little."""
+    divisor = largest_power_of_two_divisor(sparse)
+    return min(block, divisor) if divisor >= 16 else min(block, round_up_to_power_of_two(sparse))
+
+
+def _first_feasible(
+    first: Tile, forced: dict[str, int], shape: TileShape, question: Question
+) -> tuple[Tile, tuple[Rejected, ...]]:
+    rejected: list[Rejected] = []
+    for tile in smaller(first):
+        if any(getattr(tile, name) != value for name, value in forced.items()):
+            continue
+        reason = infeasible(tile, shape, question.target)
+        if reason is None:
+            return tile, tuple(rejected[:4])
+        rejected.append(Rejected(_tile_text(tile), reason))
+    last = rejected[-1] if rejected else Rejected(_tile_text(first), "no smaller tile exists")
+    asked = ", ".join(f"{name}={value}" for name, value in forced.items())
+    raise NoFeasiblePlanError(
+        f"no tile fits {question.target.name}" + (f" with {asked}" if forced else ""),
+        why=f"the smallest one considered, {last.value}, {last.because}",
+        fix=f"drop or lower one of {asked}" if forced else "use smaller head dims or a half-precision dtype",
+    )
+
+
+def _tile_text(tile: Tile) -> str:
+    return f"BLOCK_M={tile.BLOCK_M} BLOCK_N={tile.BLOCK_N} num_warps={tile.num_warps} num_stages={tile.num_stages}"
+
+
+def _check_table_tiles(question: Question, tile: Tile, forced: dict[str, int]) -> None:
+    table = question.problem.table
+    if table is None:
+        return
+    for name, sparse in (("BLOCK_M", table.q_block_size), ("BLOCK_N", table.kv_block_size)):
+        if name in forced and sparse % getattr(tile, name):
+            raise OptionError(
+                f"{name}={forced[name]} does not divide the block mask's block size {sparse}",
+                why="a tile must lie inside one block of the mask",
+                fix=f"choose a power of two that divides {sparse}, or create the block mask with another BLOCK_SIZE",
+            )
+
+
+def _divisible(question: Question, answers: _Answers) -> None:
+    guard = question.guard
+    block_m, block_n = answers["BLOCK_M"], answers["BLOCK_N"]
+    if answers["index_map"].packs:
+        answers.add("IS_DIVISIBLE", False, "rows of packed heads are always masked")
+        return
+    table = question.problem.table
+    blocks_fit = table is None or (table.q_block_size % block_m == 0 and table.kv_block_size % block_n == 0)
+    lengths_fit = guard.q_divisible and guard.kv_divisible and DIVISOR % block_m == 0 and DIVISOR % block_n == 0
+    if lengths_fit and blocks_fit:
+        because = f"both lengths are multiples of {DIVISOR}, which the tile divides"
+    else:
+        because = f"a length is not a multiple of {DIVISOR}" if blocks_fit else "the mask's blocks are not whole tiles"
+    answers.add("IS_DIVISIBLE", lengths_fit and blocks_fit, because)
+
+
+def _scale(question: Question, answers: _Answers) -> None:
+    scale = question.problem.scale
+    answers.add("SM_SCALE", scale, "a constant" if scale is not None else "varies between calls: a run-time argument")
+    prescale = bool(question.options.PRESCALE_QK)
+    answers.add(
+        "PRESCALE_QK",
+        prescale,
+        "asked for: the query is scaled once, in its own dtype" if prescale else "scaling scores keeps full precision",
+    )
+    answers.add("FOLD_SCALE", *_fold(question, prescale))
+    low = _lowest_reason(question.mods.score)
+    answers.add("SUBTRACT_FIRST", low is not None, low or "scores stay far from the float32 minimum")
+
+
+def _fold(question: Question, prescale: bool) -> tuple[bool, str]:
+    scale = question.problem.scale
+    if question.mods.score is not None:
+        return False, "score_mod sees the scaled score"
+    if prescale:
+        return False, "the query is scaled already"
+    if scale is None or scale <= 0:
+        return False, "only a scale known to be positive keeps the order of scores"
+    return True, "identity score_mod: one multiplier for scale and log2(e) inside the exponential"
+
+
+def _lowest_reason(score: Graph | None) -> str | None:
+    """Say why scores may come near the float32 minimum, where multiplying by log2(e) overflows."""
+    for node in score.nodes() if score else ():
+        if node.op == "const" and isinstance(node.attr, float) and -float("inf") < node.attr <= -EXTREME:
+            return f"score_mod uses {node.attr:.3g}, which overflows when multiplied by log2(e)"
+        if node.op == "load" and node.dtype.is_floating_point and Axis.KV in node.axes:
+            return f"{node.attr} is read for each key and may hold values near the dtype's minimum"
+    return None
+
+
+def _rows_safe(question: Question, answers: _Answers) -> None:
+    asked = question.options.ROWS_GUARANTEED_SAFE
+    proof = question.facts.rows_safe
+    if question.problem.table is not None:
+        value, because = False, "a block table may leave rows without a block"
+    elif _may_drop_rows(question.mods.score):
+        value, because = False, "score_mod may return -inf for a whole row"
+    else:
+        value, because = proof.holds, proof.because
+    if asked and not value:
+        because = f"asked for but not proved ({because}); the check after the loop stays, so that a wrong promise cannot give NaN"
+    answers.add("ROWS_GUARANTEED_SAFE", value, because)
+
+
+def _may_drop_rows(score: Graph | None) -> bool:
+    """Whether a score_mod could make a score -inf: conservative, by the ops that can."""
+    return score is not None and any(_may_be_infinite(node) for node in score.nodes())
+
+
+def _may_be_infinite(node: Node) -> bool:
+    if node.op == "const":
+        return isinstance(node.attr, float) and abs(node.attr) > EXTREME
+    risky = ("load", "scalar", "div", "log", "log2", "log1p", "exp", "exp2", "pow", "rsqrt", "expm1")
+    return node.dtype.is_floating_point and node.op in risky
+
+
+def _tma(question: Question, answers: _Answers) -> None:
+    asked = question.options.USE_TMA
+    blocker = _tma_blocker(question, answers)
+    if asked and blocker:
+        raise OptionError(
+            f"USE_TMA=True cannot be honoured: {blocker}",
+            why="the bulk copy engine copies aligned, unit-stride tiles on sm_90 and later",
+            fix="make key and value contiguous with a head dim that is a multiple of 16 bytes, or drop USE_TMA",
+        )
+    because = "asked for" if asked is not None else blocker or "not the default until measured to win"
+    answers.add("USE_TMA", bool(asked), because)
+
+
+def _tma_blocker(question: Question, answers: _Answers) -> str | None:
+    problem = question.problem
+    if not question.target.has_tma:
+        return f"{question.target.name} has no bulk copy engine"
+    if not {"key", "value"} <= problem.unit_stride:
+        return "the last dimension of key or value is strided"
+    if not {"key", "value"} <= question.guard.aligned:
+        return "key or value does not start on 16 bytes, or its row stride is not a multiple of 16 bytes"
+    if answers["SPARSE_KV_BLOCK_SIZE"] % answers["BLOCK_N"]:
+        return "the mask's key blocks are not whole tiles"
+    if max(answers["BLOCK_N"], answers["QK_HEAD_DIM_ROUNDED"], answers["V_HEAD_DIM_ROUNDED"]) > 256:
+        return "a tile side passes the engine's limit of 256 elements"
+    return None
+
+
+def _subtiling(question: Question, answers: _Answers) -> None:
+    asked = question.options.USE_SUBTILING
+    because = "asked for" if asked is not None else "default; exactly equivalent, no gain measured on Hopper"
+    answers.add("USE_SUBTILING", bool(asked), because)
+
+
+def _arithmetic(question: Question, answers: _Answers) -> None:
+    asked = question.options.FLOAT32_PRECISION
+    answers.add("FLOAT32_PRECISION", asked or "ieee", "asked for" if asked else "float32 stays float32 unless asked")
+    fast, because = _fast_tanh(question)
+    answers.add("FAST_TANH", fast, because)
+
+
+def _fast_tanh(question: Question) -> tuple[bool, str]:
+    asked, target = question.options.FAST_TANH, question.target
+    uses = question.mods.score is not None and any(node.op == "tanh" for node in question.mods.score.nodes())
+    if asked and not target.has_fast_tanh:
+        raise OptionError(
+            f"FAST_TANH=True cannot be honoured on {target.name}",
+            why="it has no tanh instruction",
+            fix="drop FAST_TANH or choose an NVIDIA target",
+        )
+    if asked is not None:
+        return bool(asked), "asked for"
+    if not uses:
+        return False, "score_mod has no tanh"
+    half = question.problem.query_dtype in (torch.float16, torch.bfloat16)
+    if half and target.has_fast_tanh:
+        return True, "half-precision inputs: the hardware's error of 2**-11 is below theirs"
+    return False, "float32 inputs keep the exact tanh" if not half else f"{target.name} has no tanh instruction"
+
+
+def _outputs(question: Question, answers: _Answers) -> None:
+    answers.add("OUTPUT_LOGSUMEXP", question.problem.output_logsumexp, "asked for by the call")
+    answers.add("OUTPUT_MAX", question.problem.output_max, "asked for by the call")
+
+
+def _amd(question: Question, answers: _Answers) -> None:
+    for name in ("kpack", "matrix_instr_nonkdim", "waves_per_eu"):
+        asked = getattr(question.options, name)
+        if asked is not None and question.target.backend != "hip":
+            raise OptionError(
+                f"{name}={asked} cannot be honoured on {question.target.name}",
+                why="it is an option of AMD targets",
+                fix=f"drop {name}, or choose one of gfx90a, gfx942, gfx950",
+            )
+        answers.add(name, asked, "asked for" if asked is not None else "Triton's default")
+
+
+_ORDER: tuple[Callable[[Question, _Answers], None], ...] = (
+    _backend,
+    _head_dims,
+    _table,
+    _packing,
+    _tile,
+    _divisible,
+    _scale,
+    _rows_safe,
+    _tma,
+    _subtiling,
+    _arithmetic,
+    _outputs,
+    _amd,
+)

@@ -1,0 +1,95 @@
+"""What is static about a call (`Problem`) and which class of run-time facts a plan may rely on (`Guard`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TableForm:
+    """The static part of a block table: block sizes, and whether full blocks are listed apart from partial ones."""
+
+    q_block_size: int
+    kv_block_size: int
+    has_full_blocks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The static facts of a call; equal problems may share a plan.
+
+    Attributes:
+        query_dtype, key_dtype, value_dtype: element dtypes.
+        qk_head_dim, v_head_dim: last dimension of query and key, and of value.
+        group: query heads for each key/value head (GQA_SHARED_HEADS).
+        unit_stride: tensors ("query", "key", "value") whose last dimension has stride 1.
+        scale: the softmax scale as a constant; None when it is a run-time argument.
+        table: the block table's form, when the call brings one.
+        output_logsumexp, output_max: which auxiliary outputs are asked for.
+        has_offsets: q_idx and kv_idx start at run-time offsets instead of 0.
+    """
+
+    query_dtype: torch.dtype
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    qk_head_dim: int
+    v_head_dim: int
+    group: int = 1
+    unit_stride: frozenset[str] = frozenset({"query", "key", "value"})
+    scale: float | None = None
+    table: TableForm | None = None
+    output_logsumexp: bool = False
+    output_max: bool = False
+    has_offsets: bool = False
+
+    @property
+    def accumulator_dtype(self) -> torch.dtype:
+        """Scores and sums are float32; float64 inputs keep float64."""
+        return torch.float64 if self.query_dtype == torch.float64 else torch.float32
+
+
+LENGTH_BUCKETS = (16, 32, 64, 128)
+DIVISOR = 128  # one divisibility class only: a decode loop then needs at most two kernels
+INDEX_LIMIT = 1 << 30  # below this, sums and differences of indices fit 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """What a plan assumes about a launch; computed from every launch and part of the kernel's key.
+
+    Attributes:
+        q_bucket, kv_bucket: smallest of LENGTH_BUCKETS that holds the length; 0 when it is longer than all.
+        q_divisible, kv_divisible: the length is a multiple of DIVISOR.
+        wide: names of tensors and buffers with element offsets of 2**31 or more inside one (batch, head), or
+            anywhere for a captured buffer.
+        aligned: tensors among "key" and "value" whose address and row stride are multiples of 16 bytes.
+        wide_index: a length is INDEX_LIMIT or more, so index arithmetic keeps 64 bits.
+    """
+
+    q_bucket: int
+    kv_bucket: int
+    q_divisible: bool
+    kv_divisible: bool
+    wide: frozenset[str] = frozenset()
+    aligned: frozenset[str] = frozenset({"key", "value"})
+    wide_index: bool = False
+
+
+def bucket(length: int) -> int:
+    """Return the smallest bucket that holds `length`, or 0."""
+    return next((limit for limit in LENGTH_BUCKETS if length <= limit), 0)
+
+
+def guard_of(q_len: int, kv_len: int, wide: frozenset[str], aligned: frozenset[str]) -> Guard:
+    """Classify a launch's lengths."""
+    return Guard(
+        q_bucket=bucket(q_len),
+        kv_bucket=bucket(kv_len),
+        q_divisible=q_len % DIVISOR == 0,
+        kv_divisible=kv_len % DIVISOR == 0,
+        wide=wide,
+        aligned=aligned,
+        wide_index=max(q_len, kv_len) >= INDEX_LIMIT,
+    )

@@ -1,0 +1,1 @@
+"""Effects: build, cache and launch kernels, and read the block tables they walk."""

@@ -1,0 +1,57 @@
+"""Fills a kernel's arguments from a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from flexgen.codegen.source import Arg, Role
+from flexgen.runtime.describe import Launch
+
+
+def bind(args: Sequence[Arg], launch: Launch, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor | int | float]:
+    """Return the value of each argument, in order."""
+    tensors = {**launch.tensors, **outputs}
+    return [_value(arg, launch, tensors) for arg in args]
+
+
+def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | int | float:
+    match arg.role:
+        case Role.TENSOR:
+            return tensors[arg.of]
+        case Role.TENSOR_STRIDE:
+            return _stride(tensors[arg.of], arg.dim)
+        case Role.TABLE:
+            return launch.table[arg.of]
+        case Role.TABLE_STRIDE:
+            return _stride(launch.table[arg.of], arg.dim)
+        case Role.BUFFER:
+            return launch.buffers[arg.of]
+        case Role.BUFFER_STRIDE:
+            return _stride(launch.buffers[arg.of], arg.dim)
+        case Role.BUFFER_SIZE:
+            return launch.buffers[arg.of].shape[arg.dim or 0]
+        case Role.SCALAR:
+            return launch.scalars[arg.of]
+        case Role.SCALE:
+            return launch.scale
+        case Role.LENGTH:
+            return _length(arg.of, launch)
+
+
+def _stride(tensor: torch.Tensor, dim: int | None) -> int:
+    """Return a stride; 0 where the dimension has one element, whose stride torch leaves undefined."""
+    position = dim or 0
+    return tensor.stride(position) if tensor.shape[position] > 1 else 0
+
+
+def _length(name: str, launch: Launch) -> int:
+    lengths = {
+        "Q_LEN": launch.q_len,
+        "KV_LEN": launch.kv_len,
+        "Q_HEADS": launch.q_heads,
+        "Q_OFFSET": launch.q_offset,
+        "KV_OFFSET": launch.kv_offset,
+    }
+    return lengths[name]

@@ -1,0 +1,223 @@
+"""Compile a kernel of an emitted module for a target, with or without a GPU in the machine."""
+
+from __future__ import annotations
+
+import linecache
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType, ModuleType
+from typing import Any, Protocol
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource, make_backend
+from triton.compiler.errors import CompilationError
+from triton.runtime.jit import JITFunction
+
+from flexgen.errors import InternalError, KernelCompileError, OptionError, SourceSpan
+from flexgen.runtime.arguments import TypedArg
+from flexgen.runtime.environment import read_environment
+
+
+class TargetFacts(Protocol):
+    """What compiling needs to know of a target."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def arch(self) -> int | str: ...
+    @property
+    def warp_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A compiled kernel.
+
+    Attributes:
+        name: the kernel's name in the machine code.
+        target: the target's name, as `sm_90`.
+        stages: text of ttir, ttgir, llir and ptx or amdgcn, and bytes of cubin or hsaco, in the order they are made.
+        metadata: what Triton says of the kernel: num_warps, shared, global_scratch_size and more.
+        kernel: Triton's CompiledKernel, which is what a launcher loads.
+    """
+
+    name: str
+    target: str
+    backend: str
+    stages: Mapping[str, str | bytes]
+    metadata: Mapping[str, object]
+    kernel: Any = field(repr=False, compare=False)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory (LDS) that one program needs, in bytes."""
+        return int(str(self.metadata["shared"]))
+
+    @property
+    def num_warps(self) -> int:
+        """Warps of one program; with warp specialisation more than were asked for."""
+        return int(str(self.metadata["num_warps"]))
+
+
+class CompilationCount:
+    """Counts the kernels handed to Triton's compiler in this process, also those it finds in its own cache."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.total = 0
+
+    def increment(self) -> None:
+        with self._lock:
+            self.total += 1
+
+
+COMPILATIONS = CompilationCount()
+
+# Triton's compiler keeps state in module globals (knobs, its cache of JIT functions' hashes), so one at a time.
+_compiling = threading.RLock()
+
+_STAGE_ORDER = ("ttir", "ttgir", "llir", "ptx", "amdgcn", "cubin", "hsaco")
+
+
+def compile_entry(
+    module: ModuleType,
+    entry: str,
+    arg_types: Sequence[TypedArg],
+    target: TargetFacts,
+    *,
+    num_warps: int,
+    num_stages: int,
+    extra_options: Mapping[str, object] | None = None,
+    divisible: frozenset[int] = frozenset(),
+) -> Binary:
+    """Compile `module.entry` to machine code; touches no GPU and no driver.
+
+    Args:
+        arg_types: one per parameter of the kernel.
+        extra_options: options of Triton's backend, such as maxnreg or waves_per_eu.
+        divisible: positions of the arguments that are known to be multiples of 16 (addresses in bytes).
+
+    Raises:
+        OptionError: an option that the target's backend does not have.
+        KernelCompileError: Triton or the assembler refused the kernel; names the emitted line.
+    """
+    function = _jit_function(module, entry)
+    names = list(function.arg_names)
+    if len(names) != len(arg_types):
+        raise InternalError(f"{entry} has {len(names)} parameters, but {len(arg_types)} types were given")
+    source = ASTSource(
+        fn=function,
+        signature={name: arg.type for name, arg in zip(names, arg_types, strict=True)},
+        constexprs={},
+        attrs={(position,): [["tt.divisibility", 16]] for position in sorted(divisible)},
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages, **(extra_options or {})}
+    gpu_target = GPUTarget(target.backend, target.arch, target.warp_size)
+    with _compiling, _located_errors(module, entry, target):
+        _check_options(gpu_target, options, target.name)
+        COMPILATIONS.increment()
+        kernel = _compile(source, gpu_target, options)
+    return _binary(kernel, target)
+
+
+def _jit_function(module: ModuleType, entry: str) -> JITFunction[Any]:
+    function = getattr(module, entry, None)
+    if isinstance(function, JITFunction):
+        return function
+    if function is not None and read_environment().triton_interprets:
+        raise KernelCompileError(
+            "nothing can be compiled while TRITON_INTERPRET is set",
+            why="Triton then makes every kernel an interpreted one",
+            fix="unset TRITON_INTERPRET; flexgen runs CPU tensors through the interpreter without it",
+        )
+    raise InternalError(f"module {module.__name__} has no kernel {entry!r}")
+
+
+def _check_options(gpu_target: GPUTarget, options: Mapping[str, object], target: str) -> None:
+    """Refuse what Triton would silently ignore."""
+    known = vars(make_backend(gpu_target).parse_options({}))
+    for name in options:
+        if name not in known:
+            raise OptionError(
+                f"{target} has no compiler option {name!r}",
+                why="the option belongs to another backend or another version of Triton",
+                fix=f"remove it, or use one of {', '.join(sorted(known))}",
+            )
+
+
+def _compile(source: ASTSource, gpu_target: GPUTarget, options: dict[str, object]) -> Any:
+    """Compile through Triton's cache; where that cannot be written, through a temporary one."""
+    try:
+        return triton.compile(source, target=gpu_target, options=options)
+    except OSError:  # read-only, full, or not a directory
+        # The results are read back into memory before the directory goes.
+        with tempfile.TemporaryDirectory(prefix="flexgen-triton-") as directory, knobs.cache.scope():
+            knobs.cache.dir = directory
+            return triton.compile(source, target=gpu_target, options=options)
+
+
+def _binary(kernel: Any, target: TargetFacts) -> Binary:
+    stages = {name: kernel.asm[name] for name in _STAGE_ORDER if name in kernel.asm}
+    return Binary(
+        name=kernel.name,
+        target=target.name,
+        backend=target.backend,
+        stages=MappingProxyType(stages),
+        metadata=MappingProxyType(kernel.metadata._asdict()),
+        kernel=kernel,
+    )
+
+
+@contextmanager
+def _located_errors(module: ModuleType, entry: str, target: TargetFacts) -> Iterator[None]:
+    try:
+        yield
+    except OptionError:
+        raise
+    except Exception as error:
+        where, reason = _locate(error, module)
+        raise KernelCompileError(
+            f"{entry} does not compile for {target.name}: {reason}", where=where, why=_assembler_log(error)
+        ) from error
+
+
+def _locate(error: BaseException, module: ModuleType) -> tuple[SourceSpan | None, str]:
+    """Return the emitted line that Triton's innermost error is about, and what that error says."""
+    innermost, reason = None, str(error) or type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, CompilationError):
+            innermost, reason = cause, cause.error_message or reason
+        elif innermost is not None and not innermost.error_message:
+            reason = str(cause)
+        cause = cause.__cause__
+    if innermost is None:
+        return None, reason.splitlines()[0]
+    return _span(innermost, module), reason.splitlines()[0]
+
+
+def _span(error: CompilationError, module: ModuleType) -> SourceSpan | None:
+    """Turn a place in a function's text into a place in the module's."""
+    line, lines = getattr(error.node, "lineno", None), linecache.getlines(str(module.__file__), vars(module))
+    start = "".join(lines).find(error.src) if error.src else -1
+    if line is None or start < 0:
+        return None
+    line += "".join(lines).count("\n", 0, start)
+    text = lines[line - 1].rstrip("\n")
+    end = getattr(error.node, "end_col_offset", None) or len(text)
+    return SourceSpan(str(module.__file__), line, error.node.col_offset, line, end, text)
+
+
+def _assembler_log(error: BaseException) -> str | None:
+    """Return the lines of ptxas's log that tell an error, if that is what failed."""
+    told = [
+        line.strip() for line in str(error).splitlines() if "ptxas" in line and ("error" in line or "fatal" in line)
+    ]
+    return "; ".join(told[:3]) or None

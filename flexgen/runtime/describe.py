@@ -1,0 +1,212 @@
+"""Turns the tensors of a call into what is static about it (`Problem`) and what only the run knows (`Launch`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.options import Layout
+from flexgen.problem import INDEX_LIMIT, Guard, Problem, TableForm, guard_of
+from flexgen.runtime.block_table import BlockTable
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INT32_END = 1 << 31
+TRUSTED_SCALAR = 1 << 48  # bounds of masks are derived for captured numbers below this
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What only the run knows.
+
+    Attributes:
+        batch, q_heads, kv_heads, q_len, kv_len: sizes.
+        q_offset, kv_offset: logical index of the first query and key.
+        tensors: query, key, value in [B, H, L, D] order (views of the caller's tensors).
+        table: the block table's lists, by name, if the call brings one.
+        buffers, scalars: captured values by name.
+        scale: the softmax scale.
+    """
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    tensors: Mapping[str, torch.Tensor]
+    scale: float
+    q_offset: int = 0
+    kv_offset: int = 0
+    table: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    scalars: Mapping[str, int | float] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors["query"].device
+
+
+def check_tensors(query: Any, key: Any, value: Any, layout: Layout) -> None:
+    """Refuse tensors that do not form an attention problem.
+
+    Raises:
+        ProblemTypeError: not tensors, or dtypes that do not go together.
+        UnsupportedProblemError: ranks, shapes or devices that do not fit.
+    """
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ProblemTypeError(f"{name} is {type(tensor).__name__}, not a tensor", fix="pass torch tensors")
+        if tensor.dim() != 4:
+            order = "[B, H, L, D]" if layout == "bhsd" else "[B, L, H, D]"
+            raise UnsupportedProblemError(
+                f"{name} has {tensor.dim()} dimensions, shape {tuple(tensor.shape)}",
+                why=f"layout {layout!r} takes tensors of shape {order}",
+                fix="add or remove dimensions with unsqueeze or reshape",
+            )
+    _check_dtypes(named)
+    _check_devices(named)
+    _check_shapes(query, key, value, layout)
+
+
+def _check_dtypes(named: Mapping[str, torch.Tensor]) -> None:
+    dtypes = {name: tensor.dtype for name, tensor in named.items()}
+    listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    if len(set(dtypes.values())) > 1:
+        raise ProblemTypeError(
+            f"query, key and value have different dtypes: {listed}",
+            why="flexgen multiplies in one dtype and converts nothing silently",
+            fix=f"convert them to one dtype, for example with .to({dtypes['query']})",
+        )
+    if dtypes["query"] not in DTYPES:
+        raise ProblemTypeError(
+            f"attention over {dtypes['query']} is not supported: {listed}",
+            why="scores are computed from floating-point queries and keys",
+            fix=f"use one of {', '.join(str(dtype) for dtype in DTYPES)}",
+        )
+
+
+def _check_devices(named: Mapping[str, torch.Tensor]) -> None:
+    devices = {name: tensor.device for name, tensor in named.items()}
+    if len(set(devices.values())) > 1:
+        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise UnsupportedProblemError(
+            f"query, key and value are on different devices: {listed}", fix="move them to one device"
+        )
+
+
+def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout) -> None:
+    heads, length = (1, 2) if layout == "bhsd" else (2, 1)
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}, layout {layout!r}"
+
+    def refuse(what: str, fix: str) -> UnsupportedProblemError:
+        return UnsupportedProblemError(f"{what}: {shapes}", fix=fix)
+
+    if key.shape[3] != query.shape[3]:
+        raise refuse("query and key have different head dims", "project them to one head dim")
+    for dim, name in ((0, "batch sizes"), (heads, "head counts"), (length, "lengths")):
+        if key.shape[dim] != value.shape[dim]:
+            raise refuse(f"key and value have different {name}", "make key and value describe the same keys")
+    if key.shape[0] not in (1, query.shape[0]):
+        raise refuse(
+            f"key has batch size {key.shape[0]}, query {query.shape[0]}", "give key the query's batch size, or 1"
+        )
+    q_heads, kv_heads = query.shape[heads], key.shape[heads]
+    if q_heads and (kv_heads == 0 or q_heads % kv_heads):
+        raise refuse(
+            f"{q_heads} query heads cannot be shared by {kv_heads} key heads",
+            "make the number of query heads a multiple of the number of key heads",
+        )
+
+
+def softmax_scale(scale: Any, head_dim: int) -> float:
+    """Return the scale as a float; 1/sqrt(head_dim) by default.
+
+    Raises:
+        UnsupportedProblemError: not a finite number.
+    """
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise ProblemTypeError(
+            f"scale={scale!r} is {type(scale).__name__}, not a number",
+            fix="pass a float; a learned scale belongs into score_mod, where it gets a gradient",
+        )
+    if not math.isfinite(scale):
+        raise UnsupportedProblemError(f"scale={scale!r} is not finite", fix="pass a finite scale")
+    return float(scale)
+
+
+def to_bhsd(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return a view in [B, H, L, D] order."""
+    return tensor if layout == "bhsd" else tensor.transpose(1, 2)
+
+
+def describe_problem(
+    launch: Launch,
+    *,
+    constant_scale: bool,
+    table: BlockTable | None,
+    output_logsumexp: bool,
+    output_max: bool,
+    has_offsets: bool,
+) -> Problem:
+    """Return what is static about a launch."""
+    query, key, value = (launch.tensors[name] for name in ("query", "key", "value"))
+    form = TableForm(table.q_block_size, table.kv_block_size, table.has_full_blocks) if table else None
+    return Problem(
+        query_dtype=query.dtype,
+        key_dtype=key.dtype,
+        value_dtype=value.dtype,
+        qk_head_dim=query.shape[3],
+        v_head_dim=value.shape[3],
+        group=launch.q_heads // launch.kv_heads if launch.kv_heads else 1,
+        unit_stride=frozenset(name for name, t in launch.tensors.items() if t.stride(3) == 1 or t.shape[3] == 1),
+        scale=launch.scale if constant_scale else None,
+        table=form,
+        output_logsumexp=output_logsumexp,
+        output_max=output_max,
+        has_offsets=has_offsets,
+    )
+
+
+def describe_guard(launch: Launch, output: torch.Tensor) -> Guard:
+    """Return the class of run-time facts that a plan for this launch may rely on."""
+    wide = {name for name, t in (*launch.tensors.items(), ("output", output)) if _row_span(t) >= INT32_END}
+    wide |= {name for name, buffer in launch.buffers.items() if _span(buffer) >= INT32_END}
+    wide |= {name for name, number in launch.scalars.items() if isinstance(number, int) and abs(number) > INDEX_LIMIT}
+    aligned = frozenset(name for name in ("key", "value") if _is_aligned(launch.tensors[name]))
+    length = max(launch.q_offset + launch.q_len, launch.kv_offset + launch.kv_len)
+    guard = guard_of(launch.q_len, launch.kv_len, frozenset(wide), aligned)
+    return guard if length < INDEX_LIMIT else _widened(guard)
+
+
+def _widened(guard: Guard) -> Guard:
+    return Guard(
+        guard.q_bucket, guard.kv_bucket, guard.q_divisible, guard.kv_divisible, guard.wide, guard.aligned, True
+    )
+
+
+def scalars_are_trusted(scalars: Mapping[str, int | float]) -> bool:
+    """Whether captured numbers lie in the range that mask bounds are derived for."""
+    return all(abs(number) < TRUSTED_SCALAR for number in scalars.values() if isinstance(number, int))
+
+
+def _row_span(tensor: torch.Tensor) -> int:
+    """Return one past the largest element offset inside one (batch, head)."""
+    length, head_dim = tensor.shape[2], tensor.shape[3]
+    return max(length - 1, 0) * tensor.stride(2) + max(head_dim - 1, 0) * tensor.stride(3) + 1
+
+
+def _span(tensor: torch.Tensor) -> int:
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1) + 1
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine can address the rows: 16-byte rows on a 16-byte address."""
+    strides = (tensor.stride(dim) * tensor.element_size() % 16 for dim in range(3) if tensor.shape[dim] > 1)
+    return not any(strides) and (tensor.device.type == "meta" or tensor.data_ptr() % 16 == 0)

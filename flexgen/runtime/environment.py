@@ -1,0 +1,44 @@
+"""The one place where flexgen reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the environment says.
+
+    Attributes:
+        cache_dir: where emitted sources are kept: FLEXGEN_CACHE_DIR, else `flexgen` in XDG_CACHE_HOME or ~/.cache;
+            None when the user has no home directory.
+        triton_interprets: whether TRITON_INTERPRET makes every `triton.jit` function an interpreted one, which leaves
+            nothing to compile.
+    """
+
+    cache_dir: Path | None
+    triton_interprets: bool
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read the variables, those of the process by default."""
+    variables = os.environ if variables is None else variables
+    return Environment(
+        cache_dir=_cache_dir(variables),
+        triton_interprets=variables.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"),
+    )
+
+
+def _cache_dir(variables: Mapping[str, str]) -> Path | None:
+    if chosen := variables.get("FLEXGEN_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    shared = variables.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(shared):  # the XDG specification tells readers to ignore relative paths
+        return Path(shared) / "flexgen"
+    try:
+        return Path.home() / ".cache" / "flexgen"
+    except RuntimeError:
+        return None

@@ -1,0 +1,1 @@
+"""Triton's semantics on CPU tensors: a private, interpreted copy of triton.language."""

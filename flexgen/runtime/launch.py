@@ -1,0 +1,117 @@
+"""Launch a kernel of an emitted module on a GPU with a few microseconds of host time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+import torch
+from torch._C import _cuda_getCurrentRawStream as current_raw_stream
+from triton.runtime.errors import OutOfResources
+
+from flexgen.errors import InternalError, NoFeasiblePlanError
+from flexgen.runtime.arguments import TypedArg, is_pointer
+from flexgen.runtime.build import TargetFacts, compile_entry
+from flexgen.runtime.submit import Submit, make_submit
+
+_ALIGNMENT = 16  # what Triton's divisibility attribute promises, in bytes for addresses and as a number for integers
+
+
+class Launcher:
+    """One kernel with its options, compiled at the first launch on each device and for each class of alignment.
+
+    The class is which of the arguments that may be specialised are multiples of 16. Other values never cause a
+    compilation: lengths and users' numbers are arguments of one and the same machine code.
+
+    Args:
+        arg_types: one per parameter of the kernel, in order; at least one pointer.
+        extra_options: options of Triton's backend.
+    """
+
+    def __init__(
+        self,
+        module: ModuleType,
+        entry: str,
+        arg_types: Sequence[TypedArg],
+        target: TargetFacts,
+        *,
+        num_warps: int,
+        num_stages: int,
+        extra_options: Mapping[str, object] | None = None,
+    ) -> None:
+        self._module, self._entry, self._arg_types, self._target = module, entry, tuple(arg_types), target
+        self._num_warps, self._num_stages, self._extra_options = num_warps, num_stages, dict(extra_options or {})
+        self._pointers = tuple(is_pointer(arg) for arg in arg_types)
+        if True not in self._pointers:
+            raise InternalError(f"{entry} has no pointer argument to take its device from")
+        self._device_position = self._pointers.index(True)
+        self._specialized = tuple(position for position, arg in enumerate(arg_types) if arg.specialize)
+        self._aligned: dict[int, Submit] = {}  # by device: everything that may be specialised is a multiple of 16
+        self._others: dict[tuple[int, frozenset[int]], Submit] = {}  # by device and the positions that are
+        self._lock = threading.Lock()
+
+    def launch(self, grid: tuple[int, int, int], args: Sequence[object], stream: int | None = None) -> None:
+        """Enqueue the kernel for every program of `grid`; an empty grid does nothing.
+
+        Args:
+            args: one value per parameter: tensors of one device for pointers (None is the null pointer), numbers.
+            stream: torch's current stream of that device as a raw handle, where the caller has it already.
+        """
+        x, y, z = grid
+        if x * y * z == 0:
+            return
+        device: int = args[self._device_position].get_device()  # type: ignore[attr-defined]
+        values: list[int] = [
+            arg if not pointer else 0 if arg is None else arg.data_ptr()  # type: ignore[attr-defined, misc]
+            for arg, pointer in zip(args, self._pointers, strict=True)
+        ]
+        bits = 0
+        for position in self._specialized:
+            bits |= values[position]
+        submit = self._aligned.get(device) if bits % _ALIGNMENT == 0 else self._other(device, values)
+        if submit is None or device != torch.cuda.current_device():
+            return self._launch_carefully(device, grid, values)
+        submit(x, y, z, current_raw_stream(device) if stream is None else stream, values)
+
+    def _launch_carefully(self, device: int, grid: tuple[int, int, int], values: list[int]) -> None:
+        """Launch on a device that may not be the current one, compiling first where that is still to do."""
+        with torch.cuda.device(device):
+            submit = self._prepare(device, self._divisible(values))
+            submit(*grid, current_raw_stream(device), values)
+
+    def _other(self, device: int, values: list[int]) -> Submit | None:
+        return self._others.get((device, self._divisible(values)))
+
+    def _divisible(self, values: list[int]) -> frozenset[int]:
+        return frozenset(position for position in self._specialized if values[position] % _ALIGNMENT == 0)
+
+    def _prepare(self, device: int, divisible: frozenset[int]) -> Submit:
+        """Return the kernel for a class of alignment, compiled and loaded once; the device is the current one."""
+        with self._lock:
+            submit = self._others.get((device, divisible))
+            if submit is None:
+                submit = self._others[device, divisible] = self._load(device, divisible)
+                if len(divisible) == len(self._specialized):
+                    self._aligned[device] = submit
+        return submit
+
+    def _load(self, device: int, divisible: frozenset[int]) -> Submit:
+        binary = compile_entry(
+            self._module,
+            self._entry,
+            self._arg_types,
+            self._target,
+            num_warps=self._num_warps,
+            num_stages=self._num_stages,
+            extra_options=self._extra_options,
+            divisible=divisible,
+        )
+        try:
+            return make_submit(binary.kernel, device)
+        except OutOfResources as error:
+            raise NoFeasiblePlanError(
+                f"{self._entry} needs {error.required} of {error.name}, and the device has {error.limit}",
+                why=f"it was compiled with num_warps={self._num_warps} and num_stages={self._num_stages}",
+                fix="choose smaller blocks, fewer stages, or leave those options to flexgen",
+            ) from error

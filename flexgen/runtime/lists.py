@@ -1,0 +1,43 @@
+"""A block table's lists as the forward kernel takes them, and the promise that they have no gaps."""
+
+from __future__ import annotations
+
+import torch
+
+from flexgen.errors import OptionError
+from flexgen.runtime.block_table import BlockTable
+
+
+def table_lists(table: BlockTable) -> dict[str, torch.Tensor]:
+    """Return the forward kernel's lists by name."""
+    lists = {"kv_num_blocks": table.kv_num_blocks, "kv_indices": table.kv_indices}
+    if table.full_kv_num_blocks is not None and table.full_kv_indices is not None:
+        lists |= {"full_kv_num_blocks": table.full_kv_num_blocks, "full_kv_indices": table.full_kv_indices}
+    return lists
+
+
+def check_contiguous(table: BlockTable) -> None:
+    """Check that each row's listed blocks are consecutive; waits for the device.
+
+    Raises:
+        OptionError: a list has a gap; names the first.
+    """
+    lists = table_lists(table)
+    for counts, indices in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+        if counts in lists and lists[indices].device.type != "meta":
+            _check_list(counts, indices, lists[counts], lists[indices])
+
+
+def _check_list(count_name: str, name: str, counts: torch.Tensor, indices: torch.Tensor) -> None:
+    width = indices.shape[-1]
+    if width < 2:
+        return
+    position = torch.arange(1, width, device=indices.device)
+    gap = (indices[..., 1:] - indices[..., :-1] != 1) & (position < counts[..., None])
+    if bool(gap.any()):
+        b, h, row, at = (int(i) for i in gap.nonzero()[0])
+        raise OptionError(
+            f"BLOCKS_ARE_CONTIGUOUS=True, but {name}[{b}, {h}, {row}] has a gap after entry {at}",
+            why=f"its {int(counts[b, h, row])} blocks ({count_name}) are not consecutive, so blocks would be skipped",
+            fix="drop BLOCKS_ARE_CONTIGUOUS",
+        )

@@ -1,0 +1,94 @@
+"""Hand a loaded kernel to Triton's C launcher with nothing in between, whatever the version of Triton.
+
+Triton's own path from a call to the driver binds arguments by name, keys on every type and value, and builds closures:
+tens of microseconds. The compiled C function below it takes the same values as plain integers. Its argument order is
+the one thing that differs between versions, so the two orders known (3.6 and 3.7) are spelled here, and anything else
+takes Triton's documented `kernel.run`. Triton's launch hooks, which its profiler sets, are not called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from triton.runtime import _allocation
+
+# grid x, y, z, raw stream, one plain value per parameter (addresses as integers)
+Submit = Callable[[int, int, int, int, Sequence[object]], None]
+
+
+def make_submit(kernel: Any, device: int) -> Submit:
+    """Return the function that launches a kernel of Triton's, after loading it on the current device.
+
+    Args:
+        kernel: Triton's CompiledKernel.
+        device: index of the current CUDA device.
+    """
+    run = kernel.run  # loads the machine code and builds the C launcher
+    if getattr(run, "profile_scratch_size", 0) or not hasattr(run, "launch_pdl"):
+        return _through_triton(kernel, run, device)
+    scratch = _scratch(run, device)
+    if hasattr(run, "arg_annotations"):
+        return _since_3_7(kernel, run, scratch)
+    return _since_3_6(kernel, run, scratch)
+
+
+def _since_3_6(kernel: Any, run: Any, scratch: Callable[[int], torch.Tensor | None]) -> Submit:
+    launch, function, packed = run.launch, kernel.function, kernel.packed_metadata
+    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+
+    def submit(x: int, y: int, z: int, stream: int, values: Sequence[object]) -> None:
+        memory = scratch(x * y * z)
+        launch(x, y, z, stream, function, cooperative, dependent, memory, None, packed, None, None, None, *values)
+
+    return submit
+
+
+def _since_3_7(kernel: Any, run: Any, scratch: Callable[[int], torch.Tensor | None]) -> Submit:
+    launch, function, packed = run.launch, kernel.function, kernel.packed_metadata
+    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+    annotations, signature = run.arg_annotations, run.kernel_signature
+
+    def submit(x: int, y: int, z: int, stream: int, values: Sequence[object]) -> None:
+        memory = scratch(x * y * z)
+        launch(
+            *(x, y, z, stream, function, cooperative, dependent, packed),
+            *(None, None, None, memory, None, annotations, signature, values),
+        )
+
+    return submit
+
+
+def _through_triton(kernel: Any, run: Any, device: int) -> Submit:
+    """Launch as Triton documents it; slower, and the way for AMD and for versions that are not known here."""
+    function, packed = kernel.function, kernel.packed_metadata
+
+    def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int8, device=f"cuda:{device}")
+
+    def submit(x: int, y: int, z: int, stream: int, values: Sequence[object]) -> None:
+        before = _allocation._allocator.set(allocate)
+        try:
+            run(x, y, z, stream, function, packed, None, None, None, *values)
+        finally:
+            _allocation._allocator.reset(before)
+
+    return submit
+
+
+def _scratch(run: Any, device: int) -> Callable[[int], torch.Tensor | None]:
+    """Return the allocator of what a launch of so many programs needs beside its tensors: device-made descriptors.
+
+    The memory comes from torch's caching allocator and belongs to torch's current stream: whoever launches there may
+    let go of it after the launch, not before.
+    """
+    program_bytes = run.global_scratch_size * run.num_ctas
+    if not program_bytes:
+        return lambda programs: None
+    place = torch.device("cuda", device)
+
+    def allocate(programs: int) -> torch.Tensor:
+        return torch.empty(programs * program_bytes, dtype=torch.int8, device=place)
+
+    return allocate

@@ -1,0 +1,1 @@
+"""The tests of flexgen, one folder a concern."""

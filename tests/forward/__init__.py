@@ -1,0 +1,1 @@
+"""What the forward kernels must compute, refuse and report."""
