@@ -61,6 +61,7 @@ class AuxOutput:
 class _Call:
     """One call, described: what lowering and launching need."""
 
+    understood: Understood
     reading: Reading
     launch: Launch
     problem: Problem
@@ -150,9 +151,9 @@ class Attention:
         call = self._describe(query, key, value, scale, return_aux, block_table, False)
         device = call.launch.device
         chip = target_named(target) if target else target_of(device) if device.type == "cuda" else None
-        understood, forward = self._compile(call, chip or target_named(DEFAULT_TARGET))
+        forward = self._compile(call, chip or target_named(DEFAULT_TARGET))
         values = bind(forward.source.args, call.launch, call.outputs)
-        return Lowered(understood, forward, divisible_positions(forward.source.args, values))
+        return Lowered(call.understood, forward, divisible_positions(forward.source.args, values))
 
     def _describe(
         self,
@@ -192,7 +193,9 @@ class Attention:
             output_max=aux.max_scores,
             has_offsets=False,
         )
-        return _Call(reading, launch, problem, describe_guard(launch, outputs["output"]), outputs)
+        understood = self._understand(reading)
+        guard = describe_guard(launch, outputs["output"], understood.facts.rows_safe)
+        return _Call(understood, reading, launch, problem, guard, outputs)
 
     def _table(self, block_table: Any, query: torch.Tensor, key: torch.Tensor, validate: bool) -> BlockTable | None:
         if block_table is None:
@@ -234,29 +237,22 @@ class Attention:
         key = id(reading.captured)
         found = self._understood.get(key)
         if found is None or found.captured is not reading.captured:
-            found = self._understood[key] = understand(reading.captured)
+            with self._lock:
+                found = self._understood[key] = understand(reading.captured)
         return found
 
-    def _compile(self, call: _Call, target: Target) -> tuple[Understood, ForwardKernel]:
-        with self._lock:
-            understood = self._understand(call.reading)
-            trusted = scalars_are_trusted(call.launch.scalars)
-            return understood, compile_forward(
-                understood, call.problem, call.guard, target, self._forward_options, trusted
-            )
+    def _compile(self, call: _Call, target: Target) -> ForwardKernel:
+        trusted = scalars_are_trusted(call.launch.scalars)
+        return compile_forward(call.understood, call.problem, call.guard, target, self._forward_options, trusted)
 
     def _run(self, call: _Call, target: Target) -> None:
-        key = (
-            id(call.reading.captured),
-            call.problem,
-            call.guard,
-            target.name,
-            scalars_are_trusted(call.launch.scalars),
-        )
+        captured, trusted = call.reading.captured, scalars_are_trusted(call.launch.scalars)
+        key = (id(captured), call.problem, call.guard, target.name, trusted)
         kernel = self._kernels.get(key)
-        if kernel is None or kernel.owner is not call.reading.captured:
-            _, forward = self._compile(call, target)
-            kernel = self._kernels[key] = Kernel(forward.source, forward.plan, call.reading.captured)
+        if kernel is None or kernel.owner is not captured:
+            with self._lock:
+                forward = self._compile(call, target)
+                kernel = self._kernels[key] = Kernel(forward.source, forward.plan, captured)
         kernel.run(call.launch, call.outputs)
 
 
@@ -310,10 +306,7 @@ def _allocate(launch: Launch, aux: AuxRequest, layout: str) -> dict[str, torch.T
     b, h, s, d = launch.batch, launch.q_heads, launch.q_len, value.shape[3]
     rows = query.stride()[:3]
     heads_inside = layout == "bshd" or (h > 1 and s > 1 and rows[1] < rows[2])
-    if heads_inside:
-        output = query.new_empty((b, s, h, d)).transpose(1, 2)
-    else:
-        output = query.new_empty((b, h, s, d))
+    output = query.new_empty((b, s, h, d)).transpose(1, 2) if heads_inside else query.new_empty((b, h, s, d))
     outputs = {"output": output}
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     if aux.lse:

@@ -216,5 +216,6 @@ def _unknown(name: object) -> OptionError:
     return OptionError(
         f"unknown option {name!r}",
         why="flexgen refuses names it does not know, so that a misspelt option is never silently ignored",
-        fix=f"{suggestion}valid names, each also with the prefix fwd_ or bwd_: {', '.join(KERNEL_OPTION_NAMES)}, layout",
+        fix=f"{suggestion}valid names: layout, and each with or without the prefix fwd_ or bwd_: "
+        + ", ".join(KERNEL_OPTION_NAMES),
     )

@@ -65,6 +65,7 @@ class Guard:
         wide: names of tensors and buffers with element offsets of 2**31 or more inside one (batch, head), or
             anywhere for a captured buffer.
         aligned: tensors among "key" and "value" whose address and row stride are multiples of 16 bytes.
+        rows_safe_holds: the assumptions of the proof that every row has a live key are met.
         wide_index: a length is INDEX_LIMIT or more, so index arithmetic keeps 64 bits.
     """
 
@@ -74,22 +75,10 @@ class Guard:
     kv_divisible: bool
     wide: frozenset[str] = frozenset()
     aligned: frozenset[str] = frozenset({"key", "value"})
+    rows_safe_holds: bool = False
     wide_index: bool = False
 
 
 def bucket(length: int) -> int:
     """Return the smallest bucket that holds `length`, or 0."""
     return next((limit for limit in LENGTH_BUCKETS if length <= limit), 0)
-
-
-def guard_of(q_len: int, kv_len: int, wide: frozenset[str], aligned: frozenset[str]) -> Guard:
-    """Classify a launch's lengths."""
-    return Guard(
-        q_bucket=bucket(q_len),
-        kv_bucket=bucket(kv_len),
-        q_divisible=q_len % DIVISOR == 0,
-        kv_divisible=kv_len % DIVISOR == 0,
-        wide=wide,
-        aligned=aligned,
-        wide_index=max(q_len, kv_len) >= INDEX_LIMIT,
-    )

@@ -115,9 +115,9 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     row_max = scores.amax(-1)
     empty = row_max == MINUS_INFINITY
     safe = torch.where(empty[..., None], 0.0, scores)
-    lse = safe.logsumexp(-1)
-    weights = torch.where(empty[..., None], 0.0, torch.exp(safe - lse[..., None]))
-    return weights, torch.where(empty, MINUS_INFINITY, lse), row_max
+    exponentials = torch.exp(safe - safe.amax(-1, keepdim=True))
+    weights = torch.where(empty[..., None], 0.0, exponentials / exponentials.sum(-1, keepdim=True))
+    return weights, torch.where(empty, MINUS_INFINITY, safe.logsumexp(-1)), row_max
 
 
 def _live_positions(query: Tensor, key: Tensor, mask_mod: Mod | None, block_mask: BlockMask | None) -> Tensor | None:

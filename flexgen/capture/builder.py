@@ -7,17 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
+from flexgen.ir.dtypes import fits
 from flexgen.ir.graph import Attr, Node, const, make
 from flexgen.ir.origins import Origin
 
 _LEAVES = frozenset({"input", "const", "scalar"})
 _NONNEGATIVE_INPUTS = frozenset({"b", "h", "q_idx", "kv_idx"})
 _WRAP_FREE = (torch.int32, torch.int64)  # casting an index to these keeps its sign
-
-
-def size_name(buffer: str, dim: int) -> str:
-    """Return the name of the scalar that is a buffer's run-time size along `dim`."""
-    return f"{buffer}.size({dim})"
 
 
 class NodeBuilder:
@@ -50,13 +46,24 @@ class NodeBuilder:
                 known.append(self.origin)
         return made
 
+    def assign(self, node: Node, origin: Origin) -> None:
+        """Note that the user assigned this node to a variable: of an operation's nodes, only its result bears it."""
+        if node.op in _LEAVES or origin.variable is None:
+            return
+        known = self.origins.setdefault(node, [])
+        bare = Origin(None, origin.span)
+        if bare in known:
+            known[known.index(bare)] = origin
+        elif origin not in known:
+            known.append(origin)
+
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         """Return the node as `dtype`; constants change in place where no rounding is involved."""
         if node.dtype == dtype:
             return node
-        if node.op == "const" and not node.dtype.is_floating_point and isinstance(node.attr, int):
-            if dtype == torch.bool or abs(node.attr) < 2**24:
-                return const(node.attr, dtype)
+        is_whole = node.op == "const" and not node.dtype.is_floating_point and isinstance(node.attr, int)
+        if is_whole and _is_exact(constant_index(node), dtype):
+            return const(constant_index(node), dtype)
         return self.node("cast", node, dtype=dtype)
 
     def binary(self, op: str, left: Node, right: Node) -> Node:
@@ -75,21 +82,21 @@ class NodeBuilder:
 
     def index_add(self, left: Node, right: Node) -> Node:
         if left.op == "const" and right.op == "const":
-            return self.index_const(_int(left) + _int(right))
+            return self.index_const(constant_index(left) + constant_index(right))
         if _is(left, 0) or _is(right, 0):
             return right if _is(left, 0) else left
         return self.node("add", self.cast(left, torch.int64), self.cast(right, torch.int64), dtype=torch.int64)
 
     def index_mul(self, left: Node, factor: int) -> Node:
         if left.op == "const" or factor == 0:
-            return self.index_const(_int(left) * factor if factor else 0)
+            return self.index_const(constant_index(left) * factor if factor else 0)
         if factor == 1:
             return left
         return self.node("mul", self.cast(left, torch.int64), self.index_const(factor), dtype=torch.int64)
 
     def index_divmod(self, left: Node, divisor: int) -> tuple[Node, Node]:
         if left.op == "const":
-            quotient, rest = divmod(_int(left), divisor)
+            quotient, rest = divmod(constant_index(left), divisor)
             return self.index_const(quotient), self.index_const(rest)
         if divisor == 1:
             return left, self.index_const(0)
@@ -101,9 +108,9 @@ class NodeBuilder:
         if self.is_nonnegative(index):
             return index
         if index.op == "const" and size.op == "const":
-            return self.index_const(_int(index) + _int(size))
+            return self.index_const(constant_index(index) + constant_index(size))
         wide = self.cast(index, torch.int64)
-        from_end = self.index_add(wide, size) if index.op != "const" else self._from_end(size, -_int(index))
+        from_end = self.index_add(wide, size) if index.op != "const" else self._from_end(size, -constant_index(index))
         if index.op == "const":
             return from_end
         is_negative = self.compare("lt", wide, self.index_const(0))
@@ -153,7 +160,13 @@ class NodeBuilder:
         return node.dtype == torch.bool
 
 
-def _int(node: Node) -> int:
+def _is_exact(value: int, dtype: torch.dtype) -> bool:
+    """Whether a whole number keeps its value in the dtype."""
+    return abs(value) * torch.finfo(dtype).eps <= 2 if dtype.is_floating_point else fits(value, dtype)
+
+
+def constant_index(node: Node) -> int:
+    """Return the value of an integer constant."""
     if not isinstance(node.attr, int):
         raise TypeError(f"{node!r} is no integer constant")
     return node.attr

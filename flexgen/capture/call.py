@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 import torch
 
-from flexgen.capture.builder import NodeBuilder, size_name
+from flexgen.capture.builder import NodeBuilder
 from flexgen.capture.numbers import NeedsConstant, NumberNode, number_node
 from flexgen.capture.refusals import unsupported
 from flexgen.capture.values import Dim, Indices, Refused, Value, is_too_deep, scalar_value
+from flexgen.ir.dtypes import fits
 from flexgen.ir.graph import Node, const, make
+from flexgen.ir.sizes import SIZE_DTYPE, size_name
 
 
 @dataclass(slots=True)
@@ -39,7 +42,7 @@ class Context:
         """Return the size as a node: a run-time scalar for a captured tensor's own dimension."""
         if dim.source is None:
             return const(dim.size, torch.int64)
-        return make("scalar", attr=size_name(*dim.source), dtype=torch.int64)
+        return make("scalar", attr=size_name(*dim.source), dtype=SIZE_DTYPE)
 
     def refuse(self, op: str, why: str | None = None, fix: str | None = None) -> NoReturn:
         origin = self.builder.origin
@@ -96,6 +99,8 @@ class Call:
             return scalar_value(self.builder.cast(number.expr, dtype))
         if not isinstance(arg, bool | int | float):
             self.refuse(f"its argument {arg!r} is neither a tensor nor a real number.")
+        if not dtype.is_floating_point and dtype != torch.bool and not (math.isfinite(arg) and fits(int(arg), dtype)):
+            self.refuse(f"{arg} does not fit {dtype}.", "convert the tensor to a wider dtype first.")
         return scalar_value(const(arg, dtype))
 
     def pointwise(self, build: Callable[..., Node], *operands: Value) -> Value:
@@ -159,6 +164,11 @@ def pointwise(
             return build(*nodes)
 
     return Value(dims, dtype, element, depth)
+
+
+def broadcast_shape(*values: Value) -> tuple[int, ...]:
+    """Return the shape that the values broadcast to."""
+    return tuple(torch.broadcast_shapes(*(value.shape for value in values)))  # type: ignore[no-untyped-call]
 
 
 def _operand_indices(operand: Value, indices: Indices) -> Indices:

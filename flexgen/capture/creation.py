@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
 
 import torch
 
+from flexgen.capture.builder import constant_index
 from flexgen.capture.call import Call, Context
 from flexgen.capture.values import MAX_TERMS, Dim, Indices, Value, filled, scalar_value
 from flexgen.ir.graph import Node, const
@@ -83,18 +85,13 @@ def _table(context: Context, tensor: torch.Tensor) -> Callable[[Indices], Node]:
 
 def _looked_up(context: Context, tensor: torch.Tensor, at: Indices, free: list[int]) -> Node:
     builder = context.builder
-    places = list(itertools.product(*(range(tensor.shape[axis]) if axis in free else (at[axis].attr,) for axis in range(len(at)))))
+    ranges = [range(size) if axis in free else (constant_index(at[axis]),) for axis, size in enumerate(tensor.shape)]
     found: Node | None = None
-    for place in reversed(places):
+    for place in reversed(list(itertools.product(*ranges))):
         value = const(tensor[place].item(), tensor.dtype)
-        if found is None:
-            found = value
-            continue
-        tests = [builder.compare("eq", at[axis], const(place[axis] or 0, at[axis].dtype)) for axis in free]
-        condition = tests[0]
-        for test in tests[1:]:
-            condition = builder.binary("and", condition, test)
-        found = builder.where(condition, value, found)
+        tests = [builder.compare("eq", at[axis], const(place[axis], at[axis].dtype)) for axis in free]
+        condition = functools.reduce(lambda left, right: builder.binary("and", left, right), tests) if tests else None
+        found = value if found is None or condition is None else builder.where(condition, value, found)
     if found is None:
         context.refuse("indexing an empty tensor")
     return found

@@ -13,8 +13,7 @@ def _carries_gradient(context: Context, node: Node) -> bool:
     if context.kind == "mask" or not node.dtype.is_floating_point:
         return False
     return any(
-        (part.op == "input" and part.attr == "score")
-        or (part.op == "load" and part.attr in context.gradient_buffers)
+        (part.op == "input" and part.attr == "score") or (part.op == "load" and part.attr in context.gradient_buffers)
         for part in topological(node)
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexgen.capture.call import Call, Context
+from flexgen.capture.call import Call, Context, broadcast_shape
 from flexgen.capture.numbers import NeedsConstant, number_node
 from flexgen.capture.values import Dim, Indices, Value, scalar_value
 from flexgen.capture.views import insert_axis, reshape, select, slice_axis
@@ -96,7 +96,7 @@ def advanced_index(context: Context, source: Value, indices: dict[int, Value]) -
     The broadcast dimensions stand where the indexed axes stood if those are adjacent, else in front (numpy's rule).
     """
     axes = sorted(indices)
-    shape = torch.broadcast_shapes(*(value.shape for value in indices.values()))
+    shape = broadcast_shape(*indices.values())
     adjacent = axes == list(range(axes[0], axes[-1] + 1))
     front = axes[0] if adjacent else 0
     others = [axis for axis in range(len(source.dims)) if axis not in indices]
@@ -127,7 +127,8 @@ def _element_of(context: Context, value: Value, at: Indices) -> Node:
 
 
 def _index(call: Call) -> Value:
-    source, indices = call.args[:2]
+    source: Value = call.args[0]
+    indices: list[Value | None] = call.args[1]
     given = {axis: value for axis, value in enumerate(indices) if value is not None}
     for value in given.values():
         _check_index(call.context, value)
@@ -135,7 +136,8 @@ def _index(call: Call) -> Value:
 
 
 def _gather(call: Call) -> Value:
-    source, dim, index = call.args[:3]
+    source: Value = call.args[0]
+    dim, index = call.integer(call.args[1]), call.args[2]
     axis = dim + len(source.dims) if dim < 0 else dim
     if not source.dims:
         return scalar_value(source.node)

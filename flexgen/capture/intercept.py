@@ -181,7 +181,7 @@ INTERCEPTED: dict[Any, Interceptor] = {
     **dict.fromkeys((_T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.item, _T.tolist, _T.numpy), _number),
     **dict.fromkeys((_T.__repr__, _T.__format__), _printed),
     **dict.fromkeys((_T.backward, _T.requires_grad_, _T.register_hook, torch.autograd.grad), _NO_AUTOGRAD),
-    **dict.fromkeys((_T.shape.__get__, _T.size, _T.numel, _T.nelement, _T.__len__, _T.stride), _shape),  # type: ignore[attr-defined]
+    **dict.fromkeys((_T.shape.__get__, _T.size, _T.numel, _T.nelement, _T.__len__, _T.stride), _shape),
     **dict.fromkeys((_T.cuda, _T.cpu), _unmoved),
     _T.__getitem__: _getitem,
     _T.__setitem__: _setitem,

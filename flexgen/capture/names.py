@@ -14,6 +14,7 @@ RESERVED: frozenset[str] = frozenset(
     {"tl", "triton", "torch", "math", "libdevice", "gl", "self", "scale", "query", "key", "value", "out", "lse"}
     | {"q", "k", "v", "acc", "mask", "row_max", "row_sum", "alpha", "p", "scores", "q_start", "kv_start", "head_dim"}
     | {"Q", "K", "V", "M", "N", "B", "H", "Hq", "Hkv", "Z", "LSE", "MAX", "DELTA", "DO", "DQ", "DK", "DV", "OUT"}
+    | {"inf", "nan", "buffers", "scalars"}  # the IR's text
     | set(INPUT_AXES)
     | set(keyword.kwlist)
     | set(keyword.softkwlist)
@@ -28,7 +29,7 @@ def _ascii_letter(char: str) -> str:
     plain = unicodedata.normalize("NFKD", char).encode("ascii", "ignore").decode()
     if plain:
         return plain
-    words = re.findall(r"[A-Za-z0-9]+", unicodedata.name(char, f"u{ord(char):x}"))
+    words: list[str] = re.findall(r"[A-Za-z0-9]+", unicodedata.name(char, f"u{ord(char):x}"))
     return words[-1].lower()
 
 

@@ -144,7 +144,8 @@ def symbolic(name: str, value: int | float) -> torch.SymInt | torch.SymFloat:
     """Return a number that torch traces as the run-time scalar `name` (int64 or float64)."""
     dtype = torch.int64 if type(value) is int else torch.float64
     node = NumberNode(make("scalar", attr=name, dtype=dtype), value, frozenset({name}))
-    return torch.SymInt(node) if type(value) is int else torch.SymFloat(node)
+    wrap = torch.SymInt if type(value) is int else torch.SymFloat
+    return wrap(node)  # type: ignore[no-untyped-call]
 
 
 def number_node(value: object) -> NumberNode | None:

@@ -138,6 +138,15 @@ def _constant_power(builder: NodeBuilder, base: Node, exponent: float) -> Node |
     return None
 
 
+def _integer_exp2(builder: NodeBuilder, exponent: Node) -> Node:
+    """Return 2 ** exponent of an integer: 0 where the exponent is negative, as in torch."""
+    zero, one = const(0, exponent.dtype), const(1, exponent.dtype)
+    if builder.is_nonnegative(exponent):
+        return builder.binary("shl", one, exponent)
+    power = builder.binary("shl", one, builder.binary("max", exponent, zero))
+    return builder.where(builder.compare("lt", exponent, zero), zero, power)
+
+
 def _pow(call: Call) -> Value:
     base, exponent = call.args[:2]
     if isinstance(base, int | float) and hint(base) == 2 and call.dtype.is_floating_point:
@@ -153,6 +162,8 @@ def _pow(call: Call) -> Value:
 
         if call.dtype.is_floating_point or 0 <= fixed <= _MAX_UNROLLED_POWER:
             return call.pointwise(build, call.operand(base, call.dtype))
+    if not call.dtype.is_floating_point and isinstance(base, int) and hint(base) == 2:
+        return call.pointwise(lambda x: _integer_exp2(call.builder, x), call.operand(exponent, call.dtype))
     if not call.dtype.is_floating_point:
         call.refuse("a power of integers whose exponent is not a small constant.", "convert the base with `.float()`.")
     return arithmetic(call, "pow", base, exponent)
@@ -244,12 +255,41 @@ def _copysign(call: Call) -> Value:
 
 def _round(call: Call) -> Value:
     if len(call.args) > 1 and call.args[1] != 0:
-        call.refuse("only rounding to whole numbers is compiled.", "scale before and after: `torch.round(x * 100) / 100`.")
+        call.refuse(
+            "only rounding to whole numbers is compiled.", "scale before and after: `torch.round(x * 100) / 100`."
+        )
     return _row("round")(call)
 
 
 def _cast(call: Call) -> Value:
     return convert(call.context, call.args[0], call.dtype)
+
+
+def _ignoring_nan(op: str) -> Converter:
+    """Return the converter of fmin and fmax, which take the other argument where one is NaN."""
+
+    def converter(call: Call) -> Value:
+        build = call.builder
+
+        def formula(a: Node, b: Node) -> Node:
+            if not a.dtype.is_floating_point:
+                return build.binary(op, a, b)
+            both = build.where(build.compare("ne", b, b), a, build.binary(op, a, b))
+            return build.where(build.compare("ne", a, a), b, both)
+
+        return call.pointwise(formula, *(call.operand(arg, call.dtype) for arg in call.args[:2]))
+
+    return converter
+
+
+def _hypot(call: Call) -> Value:
+    build = call.builder
+
+    def formula(a: Node, b: Node) -> Node:
+        squares = build.binary("add", build.binary("mul", a, a), build.binary("mul", b, b))
+        return build.node("sqrt", squares, dtype=a.dtype)
+
+    return call.pointwise(formula, *(call.operand(arg, call.dtype) for arg in call.args[:2]))
 
 
 def _magnitude_test(op: str) -> Callable[[NodeBuilder, Node], Node]:
@@ -289,7 +329,8 @@ POINTWISE: dict[str, Converter] = {
     **{"add": _add, "sub": _sub, "rsub": _rsub, "subtract": _sub, "div": _div, "true_divide": _div, "divide": _div},
     **{"floor_divide": _row("floordiv"), "multiply": _row("mul"), "negative": _row("neg"), "absolute": _row("abs")},
     **{"pow": _pow, "float_power": _pow, "clamp": _clamp, "clamp_min": _clamp_low, "clamp_max": _clamp_high},
-    **{"fmin": _row("min"), "fmax": _row("max"), "sgn": _row("sign"), "round": _round},
+    **{"fmin": _ignoring_nan("min"), "fmax": _ignoring_nan("max"), "hypot": _hypot},
+    **{"sgn": _row("sign"), "round": _round},
     **{f"logical_{op}": _logical(op) for op in ("and", "or", "xor", "not")},
     **{"where": _where, "masked_fill": _masked_fill, "lerp": _lerp, "copysign": _copysign},
     **{"addcmul": _add_combined("mul"), "addcdiv": _add_combined("div")},
@@ -305,5 +346,3 @@ POINTWISE: dict[str, Converter] = {
     **{"isinf": _tested(_magnitude_test("eq")), "isfinite": _tested(_magnitude_test("lt"))},
     **{"isposinf": _tested(_is_equal_to(math.inf)), "isneginf": _tested(_is_equal_to(-math.inf))},
 }
-# fmin and fmax ignore NaN, unlike the op table's min and max: torch's decomposition is used instead.
-del POINTWISE["fmin"], POINTWISE["fmax"]

@@ -55,7 +55,9 @@ class _Rebuilder:
             case types.FunctionType() as function:
                 return self._function(slot, function, children)
             case types.MethodType() as method:
-                return types.MethodType(*self._parts(children, {"__func__": method.__func__, "__self__": method.__self__}))
+                return types.MethodType(
+                    *self._parts(children, {"__func__": method.__func__, "__self__": method.__self__})
+                )
             case functools.partial() as partial:
                 return self._partial(partial, children)
             case list() | tuple() | dict() as container:
@@ -90,9 +92,7 @@ class _Rebuilder:
         copy.__defaults__, copy.__kwdefaults__ = tuple(defaults) or None, keywords or None
         return copy
 
-    def _cells(
-        self, function: types.FunctionType, children: Sequence[Slot]
-    ) -> list[tuple[bool, types.CellType]]:
+    def _cells(self, function: types.FunctionType, children: Sequence[Slot]) -> list[tuple[bool, types.CellType]]:
         new = {child.step.key for child in children if child.step.kind is StepKind.CELL}
         return [(i in new, cell) for i, cell in enumerate(function.__closure__ or ())]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from flexgen.capture.call import Call, convert, pointwise
+from flexgen.capture.call import Call, broadcast_shape, convert, pointwise
 from flexgen.capture.values import MAX_TERMS, Dim, Indices, Refused, Value, scalar_value
 from flexgen.capture.views import insert_axis, permute
 from flexgen.errors import CaptureError
@@ -20,10 +20,8 @@ _ACCUMULATE_IN_FLOAT = (torch.bfloat16, torch.float16)
 
 
 def _axes(call: Call, dims: object, rank: int) -> tuple[int, ...]:
-    if dims is None or dims == []:
-        return tuple(range(rank))
-    given = dims if isinstance(dims, list | tuple) else [dims]
-    return tuple(sorted({int(axis) + rank if axis < 0 else int(axis) for axis in given}))
+    given = [call.integer(axis) for axis in (dims if isinstance(dims, list | tuple) else [dims]) if axis is not None]
+    return tuple(sorted({axis % rank for axis in given})) if given else tuple(range(rank))
 
 
 def _fold(terms: Sequence[Node], combine: Callable[[Node, Node], Node]) -> Node:
@@ -160,7 +158,7 @@ def _product(call: Call, left: Value, right: Value, axis: int) -> Value:
     """Return sum over `axis` of left * right, broadcast; halves in float32, as torch does."""
     dtype = torch.float32 if call.dtype in _ACCUMULATE_IN_FLOAT else call.dtype
     operands = (call.operand(left, dtype), call.operand(right, dtype))
-    shape = torch.broadcast_shapes(left.shape, right.shape)
+    shape = broadcast_shape(left, right)
     terms = pointwise(call.context, dtype, shape, _combiner(call, "mul"), operands)
     total = reduce(call, terms, (axis,), False, _combiner(call, "add"))
     return convert(call.context, total, call.dtype)

@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -299,6 +299,11 @@ def _children(slot: Slot, attributes: tuple[str, ...]) -> Iterator[Step]:
             yield from _attribute_steps(value, attributes)
 
 
+def _has_identity(kind: SlotKind, value: object) -> bool:
+    """Whether it means something that two places hold the very same object."""
+    return kind not in (SlotKind.NUMBER, SlotKind.TEXT) and not isinstance(value, bool | None)
+
+
 class _Walk:
     """One breadth-first walk from the mods, with a fixed set of attribute names."""
 
@@ -309,7 +314,7 @@ class _Walk:
         self._places: dict[tuple[object, ...], int] = {}
         self._objects: dict[int, int] = {}
 
-    def run(self, roots: dict[str, object]) -> None:
+    def run(self, roots: Mapping[str, object]) -> None:
         queue: deque[Slot] = deque()
         for name, root in roots.items():
             step = Step(StepKind.ROOT, name, name, name, ("root", name), root)
@@ -328,9 +333,8 @@ class _Walk:
         kind, same_as = _kind(step.value), self._places.get(step.place)
         if same_as is not None:
             kind = SlotKind.SAME_PLACE
-        elif kind not in (SlotKind.NUMBER, SlotKind.TEXT) and id(step.value) in self._objects:
-            if not isinstance(step.value, bool | None):
-                kind, same_as = SlotKind.SAME_OBJECT, self._objects[id(step.value)]
+        elif _has_identity(kind, step.value) and id(step.value) in self._objects:
+            kind, same_as = SlotKind.SAME_OBJECT, self._objects[id(step.value)]
         path = step.access if parent is None else step.access.replace("{}", parent.path, 1)
         slot = Slot(len(self.slots), None if parent is None else parent.index, step, path, kind, same_as)
         self.slots.append(slot)
@@ -340,7 +344,7 @@ class _Walk:
         return slot
 
 
-def discover(roots: dict[str, object]) -> tuple[Slot, ...]:
+def discover(roots: Mapping[str, object]) -> tuple[Slot, ...]:
     """Return every value that the callables can read, parents first; a place or object met twice is marked so.
 
     Attributes are those whose name stands anywhere in the reachable code, so that aliases (`cfg = self.cfg`) and
@@ -354,3 +358,36 @@ def discover(roots: dict[str, object]) -> tuple[Slot, ...]:
         if set(names) <= set(attributes):
             return tuple(walk.slots)
         attributes = tuple(dict.fromkeys(attributes + names))
+
+
+def with_hidden_tensors(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> tuple[Slot, ...]:
+    """Return the slots and, for tensors that none of them holds, the attribute of a known object that does.
+
+    Code can reach an attribute whose name stands nowhere (`getattr(self, name)`, `vars(self)`). A tensor found
+    nowhere stays out: the capture keeps that very tensor.
+    """
+    held = {id(slot.value) for slot in slots}
+    found = list(slots)
+    for tensor in tensors:
+        if id(tensor) not in held:
+            holder = next((item for slot in slots if (item := _attribute_holding(slot, tensor)) is not None), None)
+            if holder is not None:
+                parent, step = holder
+                path = step.access.replace("{}", parent.path, 1)
+                found.append(Slot(len(found), parent.index, step, path, SlotKind.TENSOR))
+    return tuple(found)
+
+
+def _attribute_holding(slot: Slot, tensor: torch.Tensor) -> tuple[Slot, Step] | None:
+    value = slot.value
+    if slot.kind is not SlotKind.OBJECT or not hasattr(value, "__dict__"):
+        return None
+    tables = {"{}.__dict__[%r]": vars(value)}
+    if isinstance(value, torch.nn.Module):
+        tables |= {"{}._parameters[%r]": value._parameters, "{}._buffers[%r]": value._buffers}
+    for access, table in tables.items():
+        for name, item in table.items():
+            if item is tensor:
+                step = Step(StepKind.ATTRIBUTE, name, access % name, name, ("attribute", id(value), name), item)
+                return slot, step
+    return None

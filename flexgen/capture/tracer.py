@@ -142,17 +142,26 @@ class Tracer:
     # The function mode's part: source, and what aten never sees.
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._locate()
+        origin = self._locate()
         intercept = INTERCEPTED.get(func)
         if intercept is not None:
-            return self.keep_constants(intercept(self, func, args, kwargs))
+            result = self.keep_constants(intercept(self, func, args, kwargs))
+        else:
+            result = self._plain_function(func, args, kwargs)
+        if origin is not None and origin.variable is not None and isinstance(result, torch.Tensor):
+            value = self._values.get(id(result))
+            if value is not None and not value.dims:
+                self.context.builder.assign(value.node, origin)
+        return result
+
+    def _plain_function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         swapped = {key: self.swap(value) for key, value in kwargs.items()}
         if swapped.get("device") is not None:
             swapped["device"] = "cpu"  # constants are evaluated here; stand-ins live nowhere
         result = func(*(self.swap(arg) for arg in args), **swapped)
         return result if func.__name__ == _PROPERTY_READ else self.keep_constants(result)
 
-    def _locate(self) -> None:
+    def _locate(self) -> Origin | None:
         """Find the user's innermost frame, and whether a custom autograd function is running."""
         frame, found = sys._getframe(3), None
         self._custom_function = None
@@ -163,7 +172,9 @@ class Tracer:
             if code is _CUSTOM_FUNCTION_CODE:
                 self._custom_function = getattr(frame.f_locals.get("cls"), "__name__", "Function")
             frame = frame.f_back  # type: ignore[assignment]
-        self.context.builder.origin = None if found is None else _origin(found.f_code, found.f_lasti)
+        origin = None if found is None else _origin(found.f_code, found.f_lasti)
+        self.context.builder.origin = None if origin is None else Origin(None, origin.span)
+        return origin
 
     # The dispatch mode's part: one aten operation.
 
@@ -227,9 +238,7 @@ class Tracer:
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor) -> Call:
         bound = tuple(self._as_values(arg) for arg in _bind(func, args, kwargs))
-        return Call(
-            _bare_name(func), func._overloadname, bound, result.dtype, tuple(result.shape), self.context
-        )
+        return Call(_bare_name(func), func._overloadname, bound, result.dtype, tuple(result.shape), self.context)
 
     def _as_values(self, arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -352,9 +361,9 @@ def _call_mod(mod: Callable[..., object], inputs: Sequence[torch.Tensor]) -> obj
     return mod(*inputs)
 
 
-class _FunctionMode(TorchFunctionMode):
+class _FunctionMode(TorchFunctionMode):  # type: ignore[no-untyped-call]
     def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

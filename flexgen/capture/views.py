@@ -92,9 +92,7 @@ def _change_unit_axes(context: Context, source: Value, shape: Sequence[int], mov
         dims[target] = source.dims[axis]
     zero = context.builder.index_const(0)
     rank = len(source.dims)
-    return _finished(
-        _view(source, dims, lambda at: tuple(at[moved[i]] if i in moved else zero for i in range(rank)))
-    )
+    return _finished(_view(source, dims, lambda at: tuple(at[moved[i]] if i in moved else zero for i in range(rank))))
 
 
 def _finished(value: Value) -> Value:
@@ -116,8 +114,9 @@ def _select(call: Call) -> Value:
 def _slice(call: Call) -> Value:
     source, dim, start, stop, step = (*call.args, 0, None, None, 1)[:5] if len(call.args) < 5 else call.args
     axis = _axis(call.integer(dim), len(source.dims))
-    bounds = [None if bound is None else call.integer(bound) for bound in (start, stop)]
-    return slice_axis(call.context, source, axis, *slice(*bounds, call.integer(step)).indices(source.shape[axis]))
+    first, last = (None if bound is None else call.integer(bound) for bound in (start, stop))
+    begin, end, stride = slice(first, last, call.integer(step)).indices(source.shape[axis])
+    return slice_axis(call.context, source, axis, begin, max(begin, end), stride)
 
 
 def _transpose(call: Call) -> Value:
@@ -159,9 +158,7 @@ def _expand(call: Call) -> Value:
     dims += [dim if dim.size == size else Dim(size) for dim, size in pairs]
 
     def to_source(at: Indices) -> Indices:
-        return tuple(
-            zero if dim.size != size else index for (dim, size), index in zip(pairs, at[own:], strict=True)
-        )
+        return tuple(zero if dim.size != size else index for (dim, size), index in zip(pairs, at[own:], strict=True))
 
     return _view(source, dims, to_source)
 
@@ -283,7 +280,9 @@ def _stack(call: Call) -> Value:
 
 
 VIEWS: dict[str, Callable[[Call], Value | tuple[Value, ...]]] = {
-    **dict.fromkeys(("alias", "clone", "contiguous", "lift", "lift_fresh", "lift_fresh_copy", "view_of", "positive"), _identity),
+    **dict.fromkeys(
+        ("alias", "clone", "contiguous", "lift", "lift_fresh", "lift_fresh_copy", "view_of", "positive"), _identity
+    ),
     **{"select": _select, "slice": _slice, "transpose": _transpose, "t": _t, "permute": _permute},
     **{"unsqueeze": _unsqueeze, "squeeze": _reshape, "view": _reshape, "_unsafe_view": _reshape, "reshape": _reshape},
     **{"expand": _expand, "diagonal": _diagonal, "flip": _flip, "repeat": _repeat, "unbind": _unbind},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -119,7 +120,7 @@ class RangesPrinter:
     def _sort(self, names: tuple[SegmentNames, ...]) -> None:
         self._lines.append("# Order the segments by where they start; which comes first depends on run-time values.")
         for end in range(len(names) - 1, 0, -1):
-            for left, right in zip(names[:end], names[1 : end + 1], strict=True):
+            for left, right in itertools.pairwise(names[: end + 1]):
                 self._assign("swap", f"{right.lo} < {left.lo}")
                 for a, b in zip(_fields(left), _fields(right), strict=True):
                     self._lines.append(f"{a}, {b} = tl.where(swap, {b}, {a}), tl.where(swap, {a}, {b})")

@@ -13,7 +13,8 @@ from flexgen.codegen.mod_printer import PrintedMod, print_mod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.render import render
 from flexgen.codegen.source import KernelSource, LineOrigin
-from flexgen.ir.graph import Mods
+from flexgen.codegen.wrap import wrap_long_lines
+from flexgen.ir.graph import Mods, Node
 from flexgen.ir.origins import Origins
 from flexgen.ir.sizes import size_name
 from flexgen.lowering.ranges import Range, RangeAnalysis
@@ -44,14 +45,16 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
     prelude = dict.fromkeys(name for mod in printed for name in mod.prelude) | dict.fromkeys(holes.prelude)
     functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
     functions += ["\n".join(line.text for line in mod.lines) for mod in printed]
-    text = render(
-        "triton/forward.py.jinja",
-        header=header(mods, plan),
-        plan=plan,
-        holes=holes,
-        variables=_variables(plan, holes),
-        functions=functions,
-        libdevice=any(mod.libdevice for mod in printed),
+    text = wrap_long_lines(
+        render(
+            "triton/forward.py.jinja",
+            header=header(mods, plan),
+            plan=plan,
+            holes=holes,
+            variables=_variables(plan, holes),
+            functions=functions,
+            libdevice=any(mod.libdevice for mod in printed),
+        )
     )
     return KernelSource(text, "forward", holes.args, _line_map(text, printed), kernel_key(mods, origins, plan))
 
@@ -72,12 +75,15 @@ def print_context(mods: Mods, plan: ForwardPlan) -> PrintContext:
         for scalar in mods.scalars
         if not scalar.dtype.is_floating_point and scalar.name not in plan.wide
     }
+    ranges: dict[str | Node, Range] = {}
+    for known in (assumed, sizes, scalars):
+        ranges.update(known)
     return PrintContext(
         dialect=Dialect(hardware=plan.target.backend == "cuda", fast_tanh=plan.FAST_TANH),
         buffers={buffer.name: buffer for buffer in mods.buffers},
         scalars={scalar.name: scalar for scalar in mods.scalars},
         wide=plan.wide,
-        analysis=RangeAnalysis({**assumed, **sizes, **scalars}),
+        analysis=RangeAnalysis(ranges),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -35,8 +36,10 @@ class ForwardHoles:
     two_kinds: bool
     attend_params: tuple[str, ...]
     forward_params: tuple[str, ...]
+    column: str
+    row: str
     uses_columns: bool
-    uses_kv_idx: bool
+    gaps: tuple[int, ...]
     column_limit: str
     key_address: str
     value_address: str
@@ -56,9 +59,25 @@ class ForwardHoles:
     score_call: str
     live: Checked
     bounds: tuple[str, ...]
-    visits: tuple[str, ...]
+    visits: tuple[tuple[str, ...], ...]
     args: tuple[Arg, ...]
     prelude: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Tiles [lo, hi), by the names of their bounds."""
+
+    lo: str
+    hi: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Runs of tiles, ascending, that one loop visits."""
+
+    checked: bool
+    runs: tuple[_Run, ...]
 
 
 class ForwardText:
@@ -77,8 +96,12 @@ class ForwardText:
         self.divides = not self.table or plan.SPARSE_Q_BLOCK_SIZE % plan.BLOCK_M == 0
         self.rows_masked = self.packs or not self.divides or not plan.IS_DIVISIBLE
         self.ranges = None if self.table else self._print_ranges(context)
+        self.column = "column" if plan.index_map.has_offsets else "kv_idx"
+        self.row = "row" if plan.index_map.has_offsets else "q_idx"
         self.column_limit = self._column_limit()
         self.two_kinds = self._needs_two_kinds()
+        self.walks = self._walks()
+        self.gaps = tuple(range(max((len(walk.runs) - 1 for walk in self.walks), default=0)))
 
     def holes(self) -> ForwardHoles:
         plan = self.plan
@@ -89,8 +112,10 @@ class ForwardText:
             two_kinds=self.two_kinds,
             attend_params=tuple(self._attend_params()),
             forward_params=tuple(arg.name for arg in args),
+            column=self.column,
+            row=self.row,
             uses_columns=not plan.USE_TMA or bool(self.column_limit) or self._uses_kv_idx,
-            uses_kv_idx=self._uses_kv_idx,
+            gaps=self.gaps,
             column_limit=self.column_limit,
             key_address=self._key_address("key", "qk_dim"),
             value_address=self._key_address("value", "v_dim"),
@@ -192,11 +217,11 @@ class ForwardText:
     # Loads and stores.
 
     def _key_address(self, tensor: str, dim: str) -> str:
-        column = "column[:, None].to(tl.int64)" if tensor in self.plan.wide else "column[:, None]"
+        column = f"{self.column}[:, None]" + (".to(tl.int64)" if tensor in self.plan.wide else "")
         return f"{tensor}_ptr + {column} * {tensor}_stride_kv + {self._dim_offset(tensor, dim)}"
 
     def _row_address(self, tensor: str, dim: str) -> str:
-        row = "row[:, None].to(tl.int64)" if tensor in self.plan.wide else "row[:, None]"
+        row = f"{self.row}[:, None]" + (".to(tl.int64)" if tensor in self.plan.wide else "")
         head = f"head * {tensor}_stride_h + " if self.packs else ""
         return f"{tensor}_ptr + {head}{row} * {tensor}_stride_q + {self._dim_offset(tensor, dim)}"
 
@@ -241,41 +266,53 @@ class ForwardText:
         names += ["b", "h", "q_idx"] if self._uses_kv_idx else []
         return names + [arg.name for arg in self._captured_args()]
 
-    def _attend_params(self) -> Iterable[str]:
+    def _grouped_names(self) -> list[list[str]]:
+        """The names that attend takes, in the lines that its definition and its calls share."""
         shared = self._shared()
         captured = {arg.name for arg in self._captured_args()}
-        yield ", ".join(shared[:4])
-        yield from (", ".join(group) for group in _grouped([n for n in shared[4:] if n not in captured], 8))
-        yield from (", ".join(group) for group in _grouped([n for n in shared[4:] if n in captured], 5))
+        own = [name for name in shared[4:] if name not in captured]
+        mods = [name for name in shared[4:] if name in captured]
+        return [shared[:4], *_grouped(own, 8), *_grouped(mods, 5)]
+
+    def _attend_params(self) -> Iterable[str]:
+        yield from map(", ".join, self._grouped_names())
         if self.table:
             yield "kv_indices_ptr, tiles_per_block"
-        yield "first, last" + (", CHECKED: tl.constexpr" if self.two_kinds else "")
+        yield ", ".join(["first", "last", *(f"gap_{n}, width_{n}" for n in self.gaps)]) + (
+            ", CHECKED: tl.constexpr" if self.two_kinds else ""
+        )
 
-    def _visit(self, first: str, last: str, checked: bool, table: str = "") -> str:
-        names = [*self._shared(), *((table, "tiles_per_block") if self.table else ()), first, last]
-        return ", ".join(names + ([str(checked)] if self.two_kinds else []))
-
-    def _visits(self) -> Iterable[str]:
+    def _visits(self) -> Iterable[tuple[str, ...]]:
+        """The lines of each call of attend."""
         if self.table:
-            yield self._visit("0", "last", True, "kv_indices_ptr + listed")
+            yield self._visit("kv_indices_ptr + listed, tiles_per_block", "0, last", True)
             if self.plan.HAS_FULL_BLOCKS:
-                yield self._visit("0", "last", self.mask is None and not self.two_kinds, "full_kv_indices_ptr + listed")
+                yield self._visit("full_kv_indices_ptr + listed, tiles_per_block", "0, last", False)
             return
-        for segment in self._segments:
-            yield from self._visit_segment(segment)
+        for walk in self.walks:
+            gaps = [_gap(left, right) for left, right in itertools.pairwise(walk.runs)]
+            gaps += [f"{walk.runs[-1].hi}, 0"] * (len(self.gaps) - len(gaps))
+            yield self._visit("", ", ".join([walk.runs[0].lo, walk.runs[-1].hi, *gaps]), walk.checked)
 
-    def _visit_segment(self, segment: SegmentNames) -> Iterable[str]:
+    def _visit(self, table: str, span: str, checked: bool) -> tuple[str, ...]:
+        names = [", ".join(group) for group in self._grouped_names()]
+        return (*names, *([table] if table else []), span + (f", {checked}" if self.two_kinds else ""))
+
+    def _walks(self) -> tuple[_Walk, ...]:
+        """The calls of attend: the tiles that need the mask, then those that do not, each in one loop."""
+        if not self._segments:
+            return ()
         if not self.two_kinds:
-            yield self._visit(segment.lo, segment.hi, True)
-            return
-        lo, hi = segment.lo, segment.hi
-        if segment.full_hi is None or segment.full_lo is None:
-            yield self._visit(lo, hi, True)
-            return
-        if segment.left_edge:
-            yield self._visit(lo, segment.full_lo, True)
-        yield self._visit(segment.full_lo, segment.full_hi, False)
-        yield self._visit(segment.full_hi, hi, True)
+            return (_Walk(True, tuple(_Run(s.lo, s.hi) for s in self._segments)),)
+        edges, full = [], []
+        for segment in self._segments:
+            if segment.full_lo is None or segment.full_hi is None:
+                edges.append(_Run(segment.lo, segment.hi))
+                continue
+            edges += [_Run(segment.lo, segment.full_lo)] if segment.left_edge else []
+            edges.append(_Run(segment.full_hi, segment.hi))
+            full.append(_Run(segment.full_lo, segment.full_hi))
+        return (_Walk(False, tuple(full)), _Walk(True, tuple(edges)))
 
     def _forward_args(self) -> tuple[Arg, ...]:
         plan = self.plan
@@ -319,6 +356,11 @@ class ForwardText:
         for name in lists:
             for dim, axis in enumerate("bhq"):
                 yield Arg(f"{name}_stride_{axis}", Role.TABLE_STRIDE, name, dim, "i32", False)
+
+
+def _gap(left: _Run, right: _Run) -> str:
+    """The tiles between two runs, as the loop takes them: where they start, and how many they are."""
+    return f"{left.hi}, {right.lo} - {left.hi}"
 
 
 def _pointer(name: str, dtype: torch.dtype) -> Arg:

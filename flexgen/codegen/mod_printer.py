@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from flexgen.codegen.dialects.triton import type_name
 from flexgen.codegen.expression import Expression, call, method
 from flexgen.codegen.node_printer import NodePrinter, PrintContext
 from flexgen.codegen.source import Arg
+from flexgen.codegen.wrap import wrap_long_lines
 from flexgen.errors import SourceSpan
 from flexgen.ir.graph import Axis, Graph, Node
 from flexgen.ir.origins import Origins
@@ -68,11 +69,16 @@ def print_mod(graph: Graph, origins: Origins, context: PrintContext, score_dtype
     doc = f'    """{graph.name}: the {graph.kind} of one (query, key) pair; indices broadcast to the tile."""'
     return PrintedMod(
         name=f"{graph.kind}_mod",
-        lines=(PrintedLine("@triton.jit"), PrintedLine(head), PrintedLine(doc), *lines),
+        lines=tuple(_wrapped([PrintedLine("@triton.jit"), PrintedLine(head), PrintedLine(doc), *lines])),
         args=args,
         prelude=tuple(printer.prelude),
         libdevice=printer.libdevice,
     )
+
+
+def _wrapped(lines: list[PrintedLine]) -> Iterator[PrintedLine]:
+    for line in lines:
+        yield from (PrintedLine(piece, line.span) for piece in wrap_long_lines(line.text).split("\n"))
 
 
 RESERVED = frozenset({"tl", "triton", "libdevice", "float"})

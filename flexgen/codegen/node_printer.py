@@ -18,13 +18,12 @@ from flexgen.codegen.dialects.triton import (
 )
 from flexgen.codegen.expression import Expression, Precedence, binary, call, method
 from flexgen.codegen.source import Arg, Role
-from flexgen.ir.graph import Buffer, Node, Scalar, topological
+from flexgen.ir.graph import Axis, Buffer, Node, Scalar, topological
 from flexgen.ir.sizes import split_size_name
 from flexgen.lowering.ranges import Range, RangeAnalysis
 
 INT32 = Range(-(2**31), 2**31 - 1)
 MAX_INLINE = 72  # columns; a longer expression gets a line of its own
-MAX_INLINE_OPS = 6
 _HALF = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -119,10 +118,11 @@ class NodePrinter:
     def _deserves_name(self, node: Node, expression: Expression, uses: int) -> bool:
         if node.op in ("input", "const", "scalar"):
             return False
-        return uses > 1 or self.variable(node) is not None or len(expression.text) > MAX_INLINE
+        masked_load = node.op == "load" and "mask=" in expression.text
+        return masked_load or uses > 1 or self.variable(node) is not None or len(expression.text) > MAX_INLINE
 
     def _assign(self, node: Node, expression: Expression) -> Expression:
-        name = self._fresh(self.variable(node) or f"{_STEMS.get(node.op, node.op)}")
+        name = self._fresh(self.variable(node) or _stem(node))
         self.assignments.append(Assignment(name, expression.text, node))
         return Expression(name)
 
@@ -237,6 +237,14 @@ def _number_kind(dtype: torch.dtype) -> str:
     if dtype.is_floating_point:
         return "fp64" if dtype == torch.float64 else "fp32"
     return "i64" if dtype == torch.int64 else "i32"
+
+
+def _stem(node: Node) -> str:
+    """Return a name for a value that the user did not name."""
+    if node.op == "load" and node.axes:
+        axes = "_".join(axis.value for axis in Axis if axis in node.axes)
+        return f"{node.attr}_at_{axes}"
+    return _STEMS.get(node.op, node.op)
 
 
 # Names for values that the user did not name, where the op's own name would shadow or mislead.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 _ALL = (
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -75,9 +78,17 @@ def _float_fits(source: torch.dtype, target: torch.dtype) -> bool:
     return _digits(source) <= _digits(target) and inner.max <= outer.max and least_inner >= least_outer
 
 
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Let operations work on real tensors although the caller's thread may be under fake tensors or another mode."""
+    with torch._C.DisableTorchFunction(), no_dispatch():
+        yield
+
+
 @functools.cache
 def _round_to(value: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(value, dtype=torch.float64).to(dtype).item())
+    with plain_tensors():
+        return float(torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype).item())
 
 
 def shortest(value: float, dtype: torch.dtype) -> float:

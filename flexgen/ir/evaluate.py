@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flexgen.ir.dtypes import is_lossless
+from flexgen.ir.dtypes import is_lossless, plain_tensors
 from flexgen.ir.graph import Graph, Node
 from flexgen.ir.sizes import split_size_name
 
@@ -79,8 +79,9 @@ def evaluate(
 def evaluate_constant(node: Node) -> int | float | bool:
     """Return the value of a node all of whose arguments are constants, in the node's own dtype."""
     environment = _Environment()
-    args = tuple(environment.number(arg.attr, arg.dtype) for arg in node.args)
-    value = EVALUATORS[node.op](environment, node, args).item()
+    with plain_tensors():
+        args = tuple(environment.number(arg.attr, arg.dtype) for arg in node.args)
+        value = EVALUATORS[node.op](environment, node, args).item()
     assert isinstance(value, int | float)
     return value
 
@@ -156,10 +157,14 @@ _EXACT_POWERS: tuple[tuple[float, Callable[[Tensor], Tensor]], ...] = (
 
 def _pow(base: Tensor, exponent: Tensor) -> Tensor:
     result = torch.pow(base, exponent)
-    if base.dtype not in _WIDE_FLOATS:
+    if base.dtype not in _WIDE_FLOATS or exponent.requires_grad:
         return result
     for value, function in _EXACT_POWERS:
-        result = torch.where(exponent == value, function(base), result)
+        matches = exponent == value
+        if matches.all():
+            return function(base)  # without `where`, through which a NaN would reach the gradient
+        if matches.any():
+            result = torch.where(matches, function(base), result)
     return result
 
 

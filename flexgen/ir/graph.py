@@ -57,8 +57,10 @@ class Node:
     axes: frozenset[Axis]
 
     def __repr__(self) -> str:
-        inner = ", ".join([repr(self.attr)] * (self.attr is not None) + [repr(arg) for arg in self.args[:4]])
-        return f"{self.op}({inner})" if len(self.args) < 3 else f"{self.op}(...)"
+        """Show the node and its arguments; what is below them may be deep, and shared many times over."""
+        shown = [repr(self.attr)] if self.attr is not None else []
+        shown += [f"{arg.op}(...)" if arg.args else repr(arg) for arg in self.args]
+        return f"{self.op}({', '.join(shown)})"
 
 
 _interned: weakref.WeakValueDictionary[tuple[object, ...], Node] = weakref.WeakValueDictionary()

@@ -69,7 +69,10 @@ def _compared_choice(node: Node, _: Ranges) -> Node | None:
 
 
 def _compared_casts(node: Node, _: Ranges) -> Node | None:
-    """Compare before widening: two values of one dtype, or a value with a constant that its dtype can hold."""
+    """Compare before widening: two values of one dtype, or a value with a constant that its dtype can hold.
+
+    A test of a number for its sign stays: the widened number is there anyway, as in `where(i < 0, i + size, i)`.
+    """
     left, right = node.args
     if left.op != "cast" or not is_lossless(left.args[0].dtype, left.dtype):
         return None
@@ -77,7 +80,9 @@ def _compared_casts(node: Node, _: Ranges) -> Node | None:
     if right.op == "cast" and right.args[0].dtype == source.dtype:
         return make(node.op, source, right.args[0], dtype=torch.bool)
     value = right.attr if right.op == "const" and isinstance(right.attr, int | float) else None
-    if value is None or source.dtype.is_floating_point or value != value or not _is_value_of(value, source.dtype):
+    if value is None or source.dtype.is_floating_point or not _is_value_of(value, source.dtype):
+        return None
+    if value == 0 and source.dtype != torch.bool:
         return None
     return make(node.op, source, const(value, source.dtype), dtype=torch.bool)
 

@@ -70,14 +70,17 @@ def _decided_bound(node: Node, ranges: Ranges) -> Node | None:
 
 
 def _same_offset(node: Node, ranges: Ranges) -> Node | None:
-    """Compare x + 3 with y + 3, or with a constant, by comparing x: where no offset wraps."""
+    """Compare x + 3 with y + 3, or with a constant, by comparing x: where no offset wraps.
+
+    A test for the sign stays: the value tested is there anyway, as in `where(i < 0, i + size, i)`.
+    """
     left, right = node.args
     base, offset = _split_offset(left, ranges)
     other_base, other_offset = _split_offset(right, ranges)
     value = _integer(right)
     if offset != 0 and offset == other_offset:
         return make(node.op, base, other_base, dtype=torch.bool)
-    if offset != 0 and value is not None and fits(value - offset, left.dtype):
+    if offset != 0 and value and fits(value - offset, left.dtype):
         return make(node.op, base, const(value - offset, left.dtype), dtype=torch.bool)
     return None
 
@@ -137,22 +140,6 @@ def _flooring(node: Node, ranges: Ranges) -> Node | None:
     return make("floordiv" if node.op == "truncdiv" else "mod", *node.args, dtype=node.dtype)
 
 
-def _bits_as_arithmetic(node: Node, ranges: Ranges) -> Node | None:
-    """On x >= 0: x >> k -> x // 2**k, x << k -> x * 2**k, x & (2**k - 1) -> x % 2**k, as the analysis wants them."""
-    left, amount = node.args[0], _integer(node.args[1])
-    if amount is None or amount < 0 or not ranges.is_non_negative(left):
-        return None
-    if node.op == "and":
-        return _arithmetic("mod", left, amount + 1) if (amount & (amount + 1)) == 0 else None
-    return _arithmetic("floordiv" if node.op == "shr" else "mul", left, 1 << amount) if amount < 64 else None
-
-
-def _arithmetic(op: str, left: Node, right: int) -> Node | None:
-    if not fits(right, left.dtype):
-        return None
-    return make(op, left, const(right, left.dtype), dtype=left.dtype)
-
-
 def _non_negative_abs(node: Node, ranges: Ranges) -> Node | None:
     return node.args[0] if ranges.is_non_negative(node.args[0]) else None
 
@@ -167,6 +154,5 @@ INTEGER_RULES: tuple[Rule, ...] = (
     Rule("divided multiple", frozenset({"floordiv", "mod"}), _divided_multiple),
     Rule("small dividend", frozenset({"floordiv", "mod"}), _small_dividend),
     Rule("flooring division", frozenset({"truncdiv", "fmod"}), _flooring),
-    Rule("bits as arithmetic", frozenset({"shr", "shl", "and"}), _bits_as_arithmetic),
     Rule("non-negative", frozenset({"abs"}), _non_negative_abs),
 )

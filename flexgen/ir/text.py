@@ -96,9 +96,8 @@ class _GraphPrinter:
         self._print_header()
         root = self._graph.root
         for node in self._nodes:
-            self._depths[node] = 1 + max((self._depths[arg] for arg in node.args), default=-1)
             if node.op in _LEAVES:
-                self._texts[node] = self._leaf(node)
+                self._texts[node], self._depths[node] = self._leaf(node), 0
             elif self._has_own_line(node):
                 self._print_assignment(node)
             elif node is not root:

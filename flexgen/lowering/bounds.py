@@ -12,7 +12,7 @@ import torch
 from flexgen.ir.graph import Axis, Node, input_node, topological
 from flexgen.lowering.affine import Linear
 from flexgen.lowering.intervals import Interval, RowSegment
-from flexgen.lowering.symbols import FALSE, KV_LEN, Q_LEN, ZERO, Algebra, is_integer, negation, number
+from flexgen.lowering.symbols import FALSE, KV_LEN, Q_LEN, ZERO, Algebra, is_integer, is_small, negation, number
 
 Reduce = Literal["min", "max"]
 
@@ -341,7 +341,7 @@ class TileBounds:
 
     def _extreme(self, node: Node, reduce: Reduce) -> Bound:
         found = self._closed(node, reduce)
-        if found is None or sum(1 for _ in topological(found)) > _MAX_CLOSED_SIZE:
+        if found is None or not is_small(found, _MAX_CLOSED_SIZE):
             return Bound(node, reduce)
         return Bound(found)
 

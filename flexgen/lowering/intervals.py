@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from flexgen.ir.graph import Node
-from flexgen.lowering.symbols import FALSE, TRUE, ZERO, Algebra
+from flexgen.lowering.symbols import FALSE, TRUE, ZERO, Algebra, is_small
 
 MAX_SEGMENTS = 4
+MAX_END_SIZE = 60
+MAX_GUARD_SIZE = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +155,13 @@ class IntervalAlgebra:
         return self._normal([*first.segments, *second.segments], dict.fromkeys(first.unsolved + second.unsolved))
 
     def _normal(self, segments: list[RowSegment], unsolved: Iterable[Unsolved]) -> RowSet:
-        segments = self._joined(segments)
+        segments = self._joined([self._capped(segment) for segment in segments])
         everything = next((s for s in segments if s.outer.is_everything), None)
         if everything:
             segments = [replace(everything, inner=self._best_inner(everything, segments))]
         segments = self._ordered(segments)
         while len(segments) > MAX_SEGMENTS:
-            segments[-2:] = [self._hull(segments[-2], segments[-1])]
+            segments[-2:] = [self._capped(self._hull(segments[-2], segments[-1]))]
         exact = all(s.is_exact for s in segments)
         return RowSet(tuple(segments), () if exact else tuple(unsolved))
 
@@ -231,6 +233,16 @@ class IntervalAlgebra:
         hi = self.algebra.maximum(a.hi, b.hi) if a.hi and b.hi else None
         return Interval(lo, hi, self.algebra.disjunction(a.guard, b.guard))
 
+    @staticmethod
+    def _capped(segment: RowSegment) -> RowSegment:
+        """Give up on ends and conditions that have become too long to be of use."""
+        outer = segment.outer
+        lo = outer.lo if outer.lo and is_small(outer.lo, MAX_END_SIZE) else None
+        hi = outer.hi if outer.hi and is_small(outer.hi, MAX_END_SIZE) else None
+        guard = outer.guard if is_small(outer.guard, MAX_GUARD_SIZE) else TRUE
+        capped = Interval(lo, hi, guard)
+        return segment if capped == outer else RowSegment(capped, None)
+
     def _hull(self, a: RowSegment, b: RowSegment) -> RowSegment:
         return RowSegment(self._span(a.outer, b.outer), a.inner or b.inner)
 
@@ -246,7 +258,3 @@ class IntervalAlgebra:
         if a.outer.lo is None or b.outer.lo is None:
             return a.outer.lo is None and b.outer.lo is not None
         return self.algebra.proves_lt(a.outer.lo, b.outer.lo)
-
-
-def nodes_of(interval: Interval) -> Iterator[Node]:
-    yield from (node for node in (interval.lo, interval.hi, interval.guard) if node is not None)

@@ -9,9 +9,11 @@ from flexgen.ir.graph import Node, input_node, topological
 from flexgen.lowering.bounds import Box, BoxEvaluator
 from flexgen.lowering.expression_text import expression_text
 from flexgen.lowering.intervals import RowSet
+from flexgen.lowering.ranges import INDEX, Range
 from flexgen.lowering.symbols import FALSE, KV_LEN, Q_LEN, TRUE, ZERO, Algebra
 
 _Q_IDX, _KV_IDX = input_node("q_idx"), input_node("kv_idx")
+_SOME = Range(1, INDEX.hi)
 _MAX_WITNESSES = 8
 
 
@@ -41,32 +43,52 @@ def prove_rows_safe(mask: Node, rows: RowSet, algebra: Algebra) -> Proof:
     proven = [(key, conditions) for key, conditions in attempts if conditions is not None]
     if not proven:
         return Proof(False, "no key was found that is live for every query")
-    key, conditions = min(proven, key=lambda attempt: len(attempt[1]))
+    key, conditions = min(proven, key=lambda attempt: sum(map(_cost, attempt[1])))
     given = f", given {' and '.join(expression_text(c) for c in conditions)}" if conditions else ""
     return Proof(True, f"kv_idx == {expression_text(key)} always passes the mask{given}", conditions)
 
 
 def _witnesses(rows: RowSet, algebra: Algebra) -> Iterator[Node]:
     """Keys worth trying, the most telling first."""
-    found = [_Q_IDX, ZERO, algebra.offset(KV_LEN, -1)]
+    found = [_Q_IDX, ZERO]
     for segment in rows.segments:
         if segment.inner is not None and segment.inner.lo is not None:
             found.append(algebra.maximum(ZERO, segment.inner.lo))
         if segment.inner is not None and segment.inner.hi is not None:
             found.append(algebra.offset(segment.inner.hi, -1))
+    found.append(algebra.offset(KV_LEN, -1))
     yield from list(dict.fromkeys(found))[:_MAX_WITNESSES]
 
 
 def _conditions(mask: Node, key: Node, algebra: Algebra) -> tuple[Node, ...] | None:
-    """What must hold of the launch for the key to exist and be live in every row; None if more than that."""
+    """What must hold of the launch for the key to exist and be live in every row; None if more than that.
+
+    Liveness is only asked for where there are rows and keys: that the key exists says so already.
+    """
     exists = algebra.conjunction(algebra.le(ZERO, key), algebra.lt(key, KV_LEN))
-    live = algebra.rebuild(mask, {_KV_IDX: key})
-    every_row = Box({_Q_IDX: (ZERO, algebra.offset(Q_LEN, -1))})
-    found = BoxEvaluator(algebra, every_row).of(algebra.conjunction(live, exists))
-    if found is None:
+    occupied = Algebra(algebra.ranges.assuming({"Q_LEN": _SOME, "KV_LEN": _SOME}))
+    live = occupied.rebuild(mask, {_KV_IDX: key})
+    found = [_everywhere(exists, algebra), _everywhere(live, occupied)]
+    conditions = [part for holds in reversed(found) if holds is not None for part in _conjuncts(holds)]
+    if None in found or not all(_is_launch_condition(part) for part in conditions):
         return None
-    conditions = [part for part in _conjuncts(found.lo) if part is not TRUE]
-    return tuple(conditions) if all(_is_launch_condition(part) for part in conditions) else None
+    return tuple(dict.fromkeys(part for part in conditions if part is not TRUE))
+
+
+def _everywhere(condition: Node, algebra: Algebra) -> Node | None:
+    """The condition for all queries."""
+    every_row = Box({_Q_IDX: (ZERO, algebra.offset(Q_LEN, -1))})
+    found = BoxEvaluator(algebra, every_row).of(condition)
+    return None if found is None else found.lo
+
+
+def _cost(condition: Node) -> int:
+    """How much a condition asks of a launch: that there are keys at all, one thing, or things that must fit."""
+    leaves = {part for part in topological(condition) if part.op in ("input", "scalar")}
+    if leaves == {KV_LEN}:
+        return 0
+    has_scalar = any(leaf.op == "scalar" for leaf in leaves)
+    return 3 if has_scalar and len(leaves) > 1 else 1
 
 
 def _conjuncts(node: Node) -> list[Node]:

@@ -93,6 +93,10 @@ class RangeAnalysis:
         self._exact: dict[Node, Range] = {}
         self._known: dict[Node, Range] = {}
 
+    def assuming(self, more: Mapping[str | Node, Range]) -> RangeAnalysis:
+        """Return an analysis under further assumptions."""
+        return RangeAnalysis({**self._assumed, **more})
+
     def of(self, node: Node) -> Range:
         """Return the range of the node's value; UNKNOWN for floating nodes."""
         self._compute(node)

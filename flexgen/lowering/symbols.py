@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,12 +19,18 @@ ZERO = const(0, INDEX_DTYPE)
 Q_LEN = input_node("Q_LEN")
 KV_LEN = input_node("KV_LEN")
 
-_PROOF_STEPS = 64
+_PROOF_STEPS = 40
+_MAX_COMPARED = 6
 _INT64 = dtype_range(INDEX_DTYPE)
 
 
 def number(value: int) -> Node:
     return const(value, INDEX_DTYPE)
+
+
+def is_small(node: Node, limit: int) -> bool:
+    """Return whether the expression has at most `limit` distinct nodes."""
+    return sum(1 for _ in itertools.islice(topological(node), limit + 1)) <= limit
 
 
 def is_integer(node: Node) -> bool:
@@ -188,7 +195,9 @@ class Algebra:
         parts = list(dict.fromkeys(part for node in nodes for part in _flatten(op, node)))
         kept: list[Node] = []
         for part in parts:
-            if not any(wins(other, part) for other in kept):
+            if len(parts) > _MAX_COMPARED:
+                kept.append(part)
+            elif not any(wins(other, part) for other in kept):
                 kept = [other for other in kept if not wins(part, other)] + [part]
         kept.sort(key=lambda node: node.op != "const")
         result = kept[0]

@@ -27,6 +27,6 @@ class _NoBackward(torch.autograd.Function):
 def mark_no_backward(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the output, marked so that a backward pass through it raises where an input requires grad."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        marked: torch.Tensor = _NoBackward.apply(output, *inputs)
+        marked: torch.Tensor = _NoBackward.apply(output, *inputs)  # type: ignore[no-untyped-call]
         return marked
     return output

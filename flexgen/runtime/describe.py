@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.ir.sizes import size_name
+from flexgen.lowering.host_value import all_hold
+from flexgen.lowering.proofs import Proof
 from flexgen.options import Layout
-from flexgen.problem import INDEX_LIMIT, Guard, Problem, TableForm, guard_of
+from flexgen.problem import DIVISOR, INDEX_LIMIT, Guard, Problem, TableForm, bucket
 from flexgen.runtime.block_table import BlockTable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -174,21 +177,29 @@ def describe_problem(
     )
 
 
-def describe_guard(launch: Launch, output: torch.Tensor) -> Guard:
+def describe_guard(launch: Launch, output: torch.Tensor, rows_safe: Proof) -> Guard:
     """Return the class of run-time facts that a plan for this launch may rely on."""
     wide = {name for name, t in (*launch.tensors.items(), ("output", output)) if _row_span(t) >= INT32_END}
     wide |= {name for name, buffer in launch.buffers.items() if _span(buffer) >= INT32_END}
     wide |= {name for name, number in launch.scalars.items() if isinstance(number, int) and abs(number) > INDEX_LIMIT}
-    aligned = frozenset(name for name in ("key", "value") if _is_aligned(launch.tensors[name]))
     length = max(launch.q_offset + launch.q_len, launch.kv_offset + launch.kv_len)
-    guard = guard_of(launch.q_len, launch.kv_len, frozenset(wide), aligned)
-    return guard if length < INDEX_LIMIT else _widened(guard)
-
-
-def _widened(guard: Guard) -> Guard:
     return Guard(
-        guard.q_bucket, guard.kv_bucket, guard.q_divisible, guard.kv_divisible, guard.wide, guard.aligned, True
+        q_bucket=bucket(launch.q_len),
+        kv_bucket=bucket(launch.kv_len),
+        q_divisible=launch.q_len % DIVISOR == 0,
+        kv_divisible=launch.kv_len % DIVISOR == 0,
+        wide=frozenset(wide),
+        aligned=frozenset(name for name in ("key", "value") if _is_aligned(launch.tensors[name])),
+        rows_safe_holds=rows_safe.holds and all_hold(rows_safe.assumptions, _numbers(launch)),
+        wide_index=length >= INDEX_LIMIT,
     )
+
+
+def _numbers(launch: Launch) -> dict[str, int | float]:
+    """Everything that conditions over a launch may name."""
+    sizes = {size_name(name, dim): size for name, t in launch.buffers.items() for dim, size in enumerate(t.shape)}
+    lengths = {"Q_LEN": launch.q_offset + launch.q_len, "KV_LEN": launch.kv_offset + launch.kv_len}
+    return {**sizes, **launch.scalars, **lengths}
 
 
 def scalars_are_trusted(scalars: Mapping[str, int | float]) -> bool:

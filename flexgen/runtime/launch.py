@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 import torch
-from torch._C import _cuda_getCurrentRawStream as current_raw_stream
 from triton.runtime.errors import OutOfResources
 
 from flexgen.errors import InternalError, NoFeasiblePlanError
@@ -16,6 +15,14 @@ from flexgen.runtime.build import TargetFacts, compile_entry
 from flexgen.runtime.submit import Submit, make_submit
 
 _ALIGNMENT = 16  # what Triton's divisibility attribute promises, in bytes for addresses and as a number for integers
+
+
+def _slow_raw_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# torch's own shortcut, which Triton uses too; a build of torch without CUDA lacks it.
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
 
 
 class Launcher:

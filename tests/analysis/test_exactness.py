@@ -60,7 +60,8 @@ CASES = {
     "causal with an offset per batch": Case(causal_from(PER_BATCH)),
     "sliding window": Case(window(6)),
     "run-time window": Case(window(scalar("window")), scalars={"window": 6}),
-    "empty run-time window": Case(window(scalar("window")), scalars={"window": 0}),
+    # Each row is empty, but their ends differ: the hull of a tile's rows is not.
+    "empty run-time window": Case(window(scalar("window")), exact=(), scalars={"window": 0}),
     "negative run-time window": Case(window(scalar("window")), scalars={"window": -(2**40)}),
     "huge run-time window": Case(window(scalar("window")), scalars={"window": 2**48}),
     "two-sided window": Case(near(4)),

@@ -115,11 +115,9 @@ def test_default_tiles_divide_any_mask_block():
     assert torch.isfinite(flexgen.flex_attention(*inputs, block_mask=block_mask)).all()
 
 
-def test_drop_in_refuses_backend_together_with_the_legacy_switch():
-    inputs = random_inputs(square(16), CPU)
-    options = {"BACKEND": "TRITON", "FORCE_USE_FLEX_ATTENTION": True}
-    call = lambda: flexgen.flex_attention(*inputs, kernel_options=options)  # noqa: E731
-    refusal(call, flexgen.OptionError, "BACKEND", "FORCE_USE_FLEX_ATTENTION")
+def test_option_of_one_backend_contradicts_a_forced_other():
+    options = {"BACKEND": "TRITON_DECODE", "FORCE_USE_FLEX_ATTENTION": True}
+    refusal(lambda: call_with(options), flexgen.OptionError, "TRITON_DECODE")
 
 
 def test_option_of_another_vendor_is_refused_or_unused_by_name():
@@ -411,9 +409,9 @@ def test_score_mod_with_other_arguments_is_refused(mod):
     refusal(lambda: flexgen.compile(mod)(*inputs), flexgen.CaptureError, "score")
 
 
-def test_mask_mod_given_as_score_mod_is_refused_with_a_hint():
+def test_mask_mod_given_as_score_mod_is_refused():
     inputs = random_inputs(square(8), CPU)
-    refusal(lambda: flexgen.compile(causal)(*inputs), flexgen.CaptureError, "mask_mod")
+    refusal(lambda: flexgen.compile(causal)(*inputs), flexgen.CaptureError, "causal", "score_mod", "5 arguments")
 
 
 def test_mod_that_is_not_callable_is_refused():

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flexgen.ir.graph import Buffer, Graph, Mods, Node, Scalar, const, input_node, make
+from flexgen.ir.identities import IDENTITIES
 from flexgen.ir.ops import OPS, DtypeRule
+from flexgen.ir.patterns import Call, Pattern, Variable, parse_pattern, parse_rule
+from flexgen.ir.patterns import Literal as Number
 from flexgen.ir.sizes import size_name
 from flexgen.ir.verify import used_captures
 
@@ -68,23 +71,74 @@ def accepts(rule: DtypeRule, dtype: torch.dtype) -> bool:
     return True
 
 
+# Shapes that rules which compute look for; those of the identities stand in their table.
+_SHAPES = (
+    *("floordiv(floordiv(x, C), D)", "mod(mod(x, C), D)", "floordiv(mul(x, C), D)", "mod(mul(x, C), D)"),
+    *("truncdiv(x, C)", "fmod(x, C)", "shr(x, C)", "shl(x, C)", "and(x, C)", "abs(x)", "div(x, C)", "add(x, C)"),
+    *(
+        "le(add(x, C), D)",
+        "ge(add(x, C), sub(y, D))",
+        "lt(x, C)",
+        "max(x, C)",
+        "min(C, x)",
+        "floor(x)",
+        "round(floor(x))",
+    ),
+    *("ne(where(c, C, D), C)", "eq(where(c, C, x), D)"),
+)
+PATTERNS = tuple(
+    [parse_rule(rule.text)[0] for rule in IDENTITIES if rule.text] + [parse_pattern(text) for text in _SHAPES]
+)
+
+
 class _Pool:
     """Values to draw arguments from."""
 
     def __init__(self, draw: st.DrawFn, kind: str) -> None:
         self._draw = draw
-        self._by_dtype: defaultdict[torch.dtype, list[Node]] = defaultdict(list)
+        self._leaves: defaultdict[torch.dtype, list[Node]] = defaultdict(list)
+        self._values: defaultdict[torch.dtype, list[Node]] = defaultdict(list)
         for node in _leaves(kind):
-            self.add(node)
+            self._leaves[node.dtype].append(node)
 
     def add(self, node: Node) -> None:
-        self._by_dtype[node.dtype].append(node)
+        self._values[node.dtype].append(node)
 
     def take(self, dtype: torch.dtype) -> Node:
-        """Draw a value, the latest ones and constants more often than by chance."""
-        values = self._by_dtype[dtype]
-        choices = [*reversed(values), *constants(dtype)]
-        return self._draw(st.sampled_from(choices))
+        """Draw a value: half the time one of the last few computed, rarely a constant."""
+        recent, leaves = self._values[dtype][-4:], self._leaves[dtype]
+        weighted = recent * (len(leaves) // max(len(recent), 1) + 1) + leaves
+        return self._draw(st.sampled_from(weighted + constants(dtype)[:6] if len(weighted) < 3 else weighted))
+
+    def root(self, dtype: torch.dtype) -> Node:
+        """Return the last value of the dtype, or one made of the last value of any other."""
+        if self._values[dtype]:
+            return self._values[dtype][-1]
+        value = next(values[-1] for values in self._values.values() if values)
+        return make("cast", value, dtype=dtype)
+
+    def instance(self) -> Node | None:
+        """Draw what a rule looks for."""
+        pattern = self._draw(st.sampled_from(PATTERNS))
+        dtype = self._draw(st.sampled_from((torch.int64, torch.float32, torch.bool, torch.int32, torch.uint8)))
+        node = self._fill(pattern, dtype, {})
+        return node if is_well_typed(node) else None
+
+    def _fill(self, pattern: Pattern, dtype: torch.dtype, bound: dict[str, Node]) -> Node:
+        match pattern:
+            case Number(value):
+                return const(abs(value) if dtype == torch.uint8 else value, dtype)
+            case Variable(letter):
+                if letter not in bound and letter.isupper():
+                    bound[letter] = self._draw(st.sampled_from(constants(dtype)))
+                elif letter not in bound:
+                    bound[letter] = self.take(torch.bool if letter == "c" else dtype)
+                return bound[letter]
+            case Call(op, args):
+                dtypes = [torch.bool if op == "where" and index == 0 else dtype for index in range(len(args))]
+                nodes = [self._fill(arg, own, bound) for arg, own in zip(args, dtypes, strict=True)]
+                compares = OPS[op].rule is DtypeRule.COMPARE
+                return make(op, *nodes, dtype=torch.bool if compares else nodes[-1].dtype)
 
     def operation(self, ops: list[str]) -> Node:
         op = self._draw(st.sampled_from(ops))
@@ -94,24 +148,38 @@ class _Pool:
             index = self._draw(st.sampled_from((torch.int32, torch.int64)))
             return make("load", self.take(index), attr="ids", dtype=torch.int32)
         if op == "cast":
-            sources = [dtype] if dtype == torch.bool else []
-            sources += [other for other in DTYPES if dtype.is_floating_point or not other.is_floating_point]
-            return make("cast", self.take(self._draw(st.sampled_from(sources))), dtype=dtype)
+            return self._casts(dtype)
         if op == "where":
             return make("where", self.take(torch.bool), self.take(dtype), self.take(dtype), dtype=dtype)
         args = [self.take(dtype) for _ in range(row.arity or 0)]
         return make(op, *args, dtype=torch.bool if row.rule is DtypeRule.COMPARE else dtype)
 
+    def _casts(self, dtype: torch.dtype) -> Node:
+        """Draw one to three casts in a row, never of a float to an integer: what overflows there depends on torch."""
+        node = self.take(self._draw(st.sampled_from(DTYPES)))
+        for target in (*self._draw(st.lists(st.sampled_from(DTYPES), max_size=2)), dtype):
+            if target.is_floating_point or target == torch.bool or not node.dtype.is_floating_point:
+                node = make("cast", node, dtype=target)
+        return node
+
+
+def is_well_typed(node: Node) -> bool:
+    """Whether every operation below the node is defined on its arguments' dtype."""
+    operations = (inner for inner in Graph("mask", "m", node).nodes() if inner.args and inner.op != "load")
+    return all(accepts(OPS[inner.op].rule, inner.args[-1].dtype) for inner in operations)
+
 
 @st.composite
-def graphs(draw: st.DrawFn, kind: Literal["score", "mask"], *, exact: bool = False, longest: int = 25) -> Graph:
+def graphs(draw: st.DrawFn, kind: Literal["score", "mask"], *, exact: bool = False, longest: int = 20) -> Graph:
     """Draw a graph that declares what it uses; `exact` leaves out functions that torch computes to an ulp or so."""
-    ops = sorted(set(OPS) - {"input", "const", "scalar"} - (INEXACT if exact else frozenset()))
     pool = _Pool(draw, kind)
+    ops = sorted(set(OPS) - {"input", "const", "scalar"} - (INEXACT if exact else frozenset()))
+    pool.add(pool.operation(ops))
     for _ in range(draw(st.integers(1, longest))):
-        pool.add(pool.operation(ops))
-    root = pool.take(torch.bool if kind == "mask" else torch.float32)
-    return graph_of(kind, root)
+        node = pool.instance() if draw(st.booleans()) else pool.operation(ops)
+        if node is not None and not (exact and node.op in INEXACT):
+            pool.add(node)
+    return graph_of(kind, pool.root(torch.bool if kind == "mask" else torch.float32))
 
 
 @st.composite

@@ -112,6 +112,12 @@ def test_pow_is_that_of_torch_for_a_number(exponent: float) -> None:
     assert torch.equal(result.nan_to_num(7, 8, 9), (base**exponent).nan_to_num(7, 8, 9))
 
 
+def test_gradient_of_pow_is_finite_where_torch_has_it_finite() -> None:
+    score = torch.tensor([-2.0, 0.0, 3.0], requires_grad=True)
+    result = _evaluate("return pow(score, 2.0)", {"score": score})
+    assert torch.autograd.grad(result.sum(), score)[0].tolist() == [-4, 0, 6]
+
+
 def _promoted(root: Node, value: float) -> float:
     inputs = {"score": torch.tensor(value, dtype=torch.float64)}
     result = evaluate(Graph("score", "m", root), inputs, {}, {}, promote_float=torch.float64)

@@ -38,9 +38,7 @@ def expected_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     return masked.softmax(-1) @ value.double()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_attention_equals_float64(load: Load, dtype: torch.dtype, tolerance: float):
     query, key, value = torch.randn(3, 40, 16).to(dtype)
     out = attend(load, query, key, value)
@@ -261,9 +259,7 @@ class TestMemory:
         assert not storage.any()
 
     def test_a_null_pointer_may_be_passed_but_not_used(self, load: Load):
-        module = load(
-            "\n@triton.jit\ndef maybe(out, use):\n    if use != 0:\n        tl.store(out, 1)\n"
-        )
+        module = load("\n@triton.jit\ndef maybe(out, use):\n    if use != 0:\n        tl.store(out, 1)\n")
         interpret(module, "maybe", (1, 1, 1), [None, 0])
         with pytest.raises(KernelMemoryError):
             interpret(module, "maybe", (1, 1, 1), [None, 1])

@@ -18,7 +18,7 @@ from flexgen.lowering.rounding import largest_power_of_two_divisor, round_up_to_
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.lowering.triton.tiles import Tile, TileShape, infeasible, preferred, shared_bytes, smaller
+from flexgen.lowering.triton.tiles import Tile, TileShape, captured_loads, infeasible, preferred, shared_bytes, smaller
 from flexgen.options import KernelOptions
 from flexgen.problem import DIVISOR, Guard, Problem
 
@@ -65,7 +65,7 @@ def choose_forward(question: Question) -> ForwardPlan:
     for decide in _ORDER:
         decide(question, answers)
     names = {field.name for field in dataclasses.fields(ForwardPlan)}
-    values = {decision.name: decision.value for decision in answers.decisions if decision.name in names}
+    values: dict[str, Any] = {decision.name: decision.value for decision in answers.decisions if decision.name in names}
     problem = question.problem
     return ForwardPlan(
         target=question.target,
@@ -156,6 +156,7 @@ def _tile(question: Question, answers: _Answers) -> None:
         problem.query_dtype.itemsize,
         problem.key_dtype.itemsize,
         problem.value_dtype.itemsize,
+        captured_loads(question.mods),
     )
     first, origin = preferred(problem.query_dtype, max(shape.qk_rounded, shape.v_rounded), question.target)
     first = _fit_lengths(first, question, answers)
@@ -283,10 +284,12 @@ def _rows_safe(question: Question, answers: _Answers) -> None:
         value, because = False, "a block table may leave rows without a block"
     elif _may_drop_rows(question.mods.score):
         value, because = False, "score_mod may return -inf for a whole row"
+    elif proof.holds and not question.guard.rows_safe_holds:
+        value, because = False, f"this call does not meet the proof's condition: {proof.because}"
     else:
         value, because = proof.holds, proof.because
     if asked and not value:
-        because = f"asked for but not proved ({because}); the check after the loop stays, so that a wrong promise cannot give NaN"
+        because = f"asked for, not proved: {because}; the check after the loop stays, so a wrong promise gives no NaN"
     answers.add("ROWS_GUARANTEED_SAFE", value, because)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexgen.ir.graph import Axis, Mods
 from flexgen.lowering.targets import Target
 
 # Accumulator, scores and weights of a tile live in registers; past this many 32-bit values a thread they spill
@@ -25,12 +26,33 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class CapturedLoads:
+    """Element sizes, summed over a mod's loads, of what Triton's pipeline copies to shared memory ahead of use.
+
+    Attributes:
+        tile_bytes: loads indexed by query and key: one element for each score.
+        key_bytes: loads indexed by the key alone.
+    """
+
+    tile_bytes: int = 0
+    key_bytes: int = 0
+
+
+def captured_loads(mods: Mods) -> CapturedLoads:
+    """Sum the loads of both mods that depend on the key."""
+    loads = {node for graph in mods.graphs() for node in graph.nodes() if node.op == "load" and Axis.KV in node.axes}
+    tile = sum(node.dtype.itemsize for node in loads if Axis.Q in node.axes)
+    return CapturedLoads(tile, sum(node.dtype.itemsize for node in loads if Axis.Q not in node.axes))
+
+
+@dataclass(frozen=True, slots=True)
 class TileShape:
     """What a tile's cost depends on besides the tile.
 
     Attributes:
         qk_rounded, v_rounded: rounded head dims.
         query_bytes, key_bytes, value_bytes: element sizes.
+        captured: loads of captured tensors inside the loop.
     """
 
     qk_rounded: int
@@ -38,6 +60,7 @@ class TileShape:
     query_bytes: int
     key_bytes: int
     value_bytes: int
+    captured: CapturedLoads
 
 
 def shared_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
@@ -50,6 +73,7 @@ def shared_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
     query = tile.BLOCK_M * shape.qk_rounded * shape.query_bytes
     keys = tile.BLOCK_N * (shape.qk_rounded * shape.key_bytes + shape.v_rounded * shape.value_bytes)
     weights = tile.BLOCK_M * tile.BLOCK_N * shape.value_bytes
+    keys += tile.BLOCK_N * (tile.BLOCK_M * shape.captured.tile_bytes + shape.captured.key_bytes)
     exchange = tile.BLOCK_M * 4 * tile.num_warps  # row reductions across warps, and barriers
     match target.matrix_unit:
         case "wgmma":

@@ -175,11 +175,10 @@ class NumpyBuilder:
         # A view of the one element; np.broadcast_to would make the same one, at ten times the cost.
         return Value(np.ndarray(shape, data.dtype, data, 0, (0,) * len(shape)), arg.dtype.scalar)
 
-    # Memory.
+    # Memory. Triton's C++ reads its arrays as if they were contiguous, which broadcast views are not.
 
     def create_load(self, pointers: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any) -> Any:
-        mask = Value(np.ones_like(pointers.data, dtype=np.bool_), self.tl.int1)
-        return self.create_masked_load(pointers, mask, None, cache_modifier, eviction_policy, is_volatile)
+        return self.create_masked_load(pointers, _everywhere(pointers), None, None, None, is_volatile)
 
     def create_masked_load(
         self, pointers: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any
@@ -188,27 +187,30 @@ class NumpyBuilder:
         self._check(pointers, active)
         element_type = pointers.get_element_ty()
         dtype = self.interpreter._get_np_dtype(element_type)
-        filler = np.zeros_like(pointers.data, dtype=dtype) if other is None else other.data
-        return Value(self.memory.load(pointers.data, active, filler, dtype), element_type)
+        filler = np.zeros(pointers.data.shape, dtype) if other is None else np.ascontiguousarray(other.data)
+        addresses = np.ascontiguousarray(pointers.data)
+        return Value(self.memory.load(addresses, active, filler, dtype), element_type)
 
     def create_store(self, pointers: Any, value: Any, cache_modifier: Any, eviction_policy: Any) -> Any:
-        mask = Value(np.ones_like(pointers.data, dtype=np.bool_), self.tl.int1)
-        return self.create_masked_store(pointers, value, mask, cache_modifier, eviction_policy)
+        return self.create_masked_store(pointers, value, _everywhere(pointers), None, None)
 
     def create_masked_store(
         self, pointers: Any, value: Any, mask: Any, cache_modifier: Any, eviction_policy: Any
     ) -> Any:
         active = _mask_of(mask)
         self._check(pointers, active)
-        return self.memory.store(pointers.data, value.data, active)
+        return self.memory.store(np.ascontiguousarray(pointers.data), np.ascontiguousarray(value.data), active)
 
     def create_atomic_rmw(self, op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        self._check(pointers, _mask_of(mask))
-        return super().create_atomic_rmw(op, pointers, value, mask, sem, scope)  # type: ignore[misc]
+        active = _mask_of(mask)
+        self._check(pointers, active)
+        operands = _contiguous(pointers), _contiguous(value), Value(active, mask.dtype)
+        return super().create_atomic_rmw(op, *operands, sem, scope)  # type: ignore[misc]
 
     def create_atomic_cas(self, pointers: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
-        self._check(pointers, np.ones_like(pointers.data, dtype=np.bool_))
-        return super().create_atomic_cas(pointers, compare, value, sem, scope)  # type: ignore[misc]
+        self._check(pointers, _everywhere(pointers))
+        operands = _contiguous(pointers), _contiguous(compare), _contiguous(value)
+        return super().create_atomic_cas(*operands, sem, scope)  # type: ignore[misc]
 
     def _check(self, pointers: Any, active: Array) -> None:
         region = region_of(pointers.dtype.scalar)
@@ -220,6 +222,14 @@ class NumpyBuilder:
         region.check(pointers.data[active], max(element_bits // 8, 1))
 
 
+def _everywhere(pointers: Any) -> Array:
+    return np.ones(pointers.data.shape, dtype=np.bool_)
+
+
 def _mask_of(mask: Any) -> Array:
-    data: Array = mask if isinstance(mask, np.ndarray) else mask.data  # descriptors pass plain arrays
-    return data.astype(np.bool_, copy=False)
+    data = mask if isinstance(mask, np.ndarray) else mask.data  # descriptors pass plain arrays
+    return np.ascontiguousarray(data, dtype=np.bool_)
+
+
+def _contiguous(value: Any) -> Value:
+    return Value(np.ascontiguousarray(value.data), value.dtype)

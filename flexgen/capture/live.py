@@ -1,0 +1,233 @@
+"""Live mods: the user's callables, captured once and re-read at every call, traced again only when a guard misses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from flexgen.capture.builder import NodeBuilder
+from flexgen.capture.mod import Kind, TracedMod, trace_mod
+from flexgen.capture.names import NameTable
+from flexgen.capture.numbers import NeedsConstant, symbolic
+from flexgen.capture.probe import Bindings, Number, Probe, compile_probe
+from flexgen.capture.rebuild import CannotSubstitute, substitute
+from flexgen.capture.slots import Slot, SlotKind, discover, with_hidden_tensors
+from flexgen.capture.tensors import CapturedTensors
+from flexgen.errors import OptionError
+from flexgen.ir.graph import Buffer, Graph, Mods, Scalar, topological
+from flexgen.ir.origins import Origin, Origins
+from flexgen.ir.sizes import split_size_name
+
+Mod = Callable[..., object]
+
+_MAX_VARIANTS = 16  # captures kept for values that alternate
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The result of one capture.
+
+    Attributes:
+        mods: the graphs, with the buffers and scalars that they use.
+        origins: where in the user's source each node came from.
+        score_dtype: dtype of the input `score` and of the score graph's root.
+        constants: the captured numbers that were taken as constants, by the path they were read at.
+    """
+
+    mods: Mods
+    origins: Origins
+    score_dtype: torch.dtype
+    constants: Mapping[str, Number]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the mods are now: a capture that holds for them, and the captured values.
+
+    Attributes:
+        buffers: in the order of `captured.mods.buffers`.
+        scalars: in the order of `captured.mods.scalars`.
+    """
+
+    captured: Captured
+    buffers: tuple[torch.Tensor, ...]
+    scalars: tuple[Number, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    captured: Captured
+    probe: Probe
+
+
+class LiveMods:
+    """A pair of callables that may close over changing tensors and numbers.
+
+    A captured number is a constant at first; seen with a second value, it becomes a run-time scalar, unless Python
+    itself needs its value (`if`, `range`, a shape).
+
+    Args:
+        score_mod: `(score, b, h, q_idx, kv_idx) -> score`, or None.
+        mask_mod: `(b, h, q_idx, kv_idx) -> bool`, or None.
+    """
+
+    def __init__(self, score_mod: Mod | None = None, mask_mod: Mod | None = None) -> None:
+        self.score_mod = score_mod
+        self.mask_mod = mask_mod
+        self._roots: dict[str, Mod] = {}
+        if score_mod is not None:
+            self._roots["score_mod"] = score_mod
+        if mask_mod is not None:
+            self._roots["mask_mod"] = mask_mod
+        self._mods = tuple(self._roots.values())
+        self._variants: tuple[_Variant, ...] = ()
+        self._lock = threading.RLock()
+        self._seen: dict[str, Number] = {}
+        self._changing: set[str] = set()
+        self._needed_constant: set[str] = set()
+
+    def __reduce__(self) -> tuple[type[LiveMods], tuple[Mod | None, Mod | None]]:
+        """Copy and pickle as the callables alone: a deep copy captures its own copies of what they hold."""
+        return LiveMods, (self.score_mod, self.mask_mod)
+
+    def current(self, score_dtype: torch.dtype = torch.float32) -> Reading:
+        """Return the capture that holds now, with the captured values as they are now. Safe from several threads.
+
+        Raises:
+            CaptureError: a mod cannot be traced.
+            UnsupportedOpError: a mod uses operations that are not compiled.
+        """
+        reading = self._known(score_dtype)
+        if reading is not None:
+            return reading
+        with self._lock:
+            reading = self._known(score_dtype)  # another thread may have captured meanwhile
+            if reading is not None:
+                return reading
+            variant = self._capture(score_dtype)
+            found = variant.probe(*self._mods)
+            if found is None:  # a value changed while it was traced
+                return self.current(score_dtype)
+            self._variants = (variant, *self._variants[: _MAX_VARIANTS - 1])
+            return Reading(variant.captured, *found)
+
+    def _known(self, score_dtype: torch.dtype) -> Reading | None:
+        for variant in self._variants:
+            if variant.captured.score_dtype is score_dtype:
+                found = variant.probe(*self._mods)
+                if found is not None:
+                    return Reading(variant.captured, *found)
+        return None
+
+    def _capture(self, score_dtype: torch.dtype) -> _Variant:
+        if not score_dtype.is_floating_point:
+            raise OptionError(f"score_dtype is {score_dtype}", fix="pass a floating dtype such as torch.float32.")
+        slots = discover(self._roots)
+        self._note_numbers(slots)
+        while True:
+            run_time = [slot for slot in slots if self._is_run_time(slot)]
+            attempt = _Attempt(slots, run_time, score_dtype)
+            try:
+                return attempt.variant(self._roots)
+            except NeedsConstant as needs:
+                self._needed_constant.update(attempt.paths(needs.names))
+            except CannotSubstitute:
+                self._needed_constant.update(slot.path for slot in run_time)
+
+    def _note_numbers(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            if slot.kind is SlotKind.NUMBER and isinstance(slot.value, int | float):
+                before = self._seen.setdefault(slot.path, slot.value)
+                if repr(before) != repr(slot.value):
+                    self._changing.add(slot.path)
+
+    def _is_run_time(self, slot: Slot) -> bool:
+        if slot.kind is not SlotKind.NUMBER or slot.path not in self._changing or slot.path in self._needed_constant:
+            return False
+        return isinstance(slot.value, float) or -(2**63) <= slot.value < 2**63  # type: ignore[operator]
+
+
+class _Attempt:
+    """One trace of both mods, with a given set of numbers as run-time scalars."""
+
+    def __init__(self, slots: Sequence[Slot], run_time: Sequence[Slot], score_dtype: torch.dtype) -> None:
+        self._slots = slots
+        self._score_dtype = score_dtype
+        self._builder = NodeBuilder()
+        names = NameTable()
+        tensors = [slot for slot in slots if slot.kind is SlotKind.TENSOR]
+        self._tensors = CapturedTensors({id(slot.value): slot.step.name for slot in tensors}, names)
+        self._scalars = {names.claim(slot.step.name, suffix="value"): slot for slot in run_time}
+
+    def paths(self, names: frozenset[str]) -> list[str]:
+        return [self._scalars[name].path for name in names]
+
+    def variant(self, roots: Mapping[str, Mod]) -> _Variant:
+        traced = self._trace(roots)
+        sizes_read = {size for mod in traced for size in mod.sizes_read}
+        buffers = {name: self._tensors.buffer(name, sizes_read) for name in self._tensors.by_name}
+        graphs = {mod.kind: self._graph(mod, buffers) for mod in traced}
+        mods = Mods(graphs.get("score"), graphs.get("mask"))
+        slots, bindings = self._bindings(mods, buffers)
+        captured = Captured(mods, self._origins(mods), self._score_dtype, MappingProxyType(self._constants()))
+        return _Variant(captured, compile_probe(list(roots), slots, bindings))
+
+    def _trace(self, roots: Mapping[str, Mod]) -> list[TracedMod]:
+        replaced = {slot.index: symbolic(name, _number(slot)) for name, slot in self._scalars.items()}
+        mods = substitute(self._slots, replaced) if replaced else dict(roots)
+        kinds: dict[str, Kind] = {"score_mod": "score", "mask_mod": "mask"}
+        return [
+            trace_mod(kinds[root], mod, self._tensors, self._builder, self._score_dtype) for root, mod in mods.items()
+        ]
+
+    def _graph(self, traced: TracedMod, buffers: Mapping[str, Buffer]) -> Graph:
+        """Describe the mod with only the buffers and scalars that its root depends on."""
+        used: dict[str, None] = {}
+        for node in topological(traced.root):
+            if node.op in ("load", "scalar"):
+                size = split_size_name(node.attr)
+                used[size[0] if size else str(node.attr)] = None
+        scalars = tuple(Scalar(name, _scalar_dtype(self._scalars[name])) for name in used if name in self._scalars)
+        loaded = tuple(buffers[name] for name in used if name in buffers)
+        return Graph(traced.kind, traced.name, traced.root, loaded, scalars)
+
+    def _bindings(self, mods: Mods, buffers: Mapping[str, Buffer]) -> tuple[tuple[Slot, ...], Bindings]:
+        slots = with_hidden_tensors(self._slots, list(self._tensors.by_name.values()))
+        slot_of = {id(slot.value): slot.index for slot in slots if slot.kind is SlotKind.TENSOR}
+        held = {name: slot_of.get(id(tensor)) for name, tensor in self._tensors.by_name.items()}
+        touched = {index: buffers[name] for name, index in held.items() if index is not None}
+        places = [held[buffer.name] for buffer in mods.buffers]
+        pinned = [self._tensors.by_name[buffer.name] for buffer in mods.buffers]
+        return slots, Bindings(
+            touched=touched,
+            buffers=[tensor if index is None else index for index, tensor in zip(places, pinned, strict=True)],
+            scalars=[self._scalars[scalar.name].index for scalar in mods.scalars],
+            run_time=frozenset(slot.index for slot in self._scalars.values()),
+        )
+
+    def _origins(self, mods: Mods) -> Origins:
+        live = set(topological(*(graph.root for graph in mods.graphs())))
+        table: dict[Any, tuple[Origin, ...]] = {
+            node: tuple(origins) for node, origins in self._builder.origins.items() if node in live
+        }
+        return Origins(MappingProxyType(table))
+
+    def _constants(self) -> dict[str, Number]:
+        free = {slot.index for slot in self._scalars.values()}
+        numbers = [slot for slot in self._slots if slot.kind is SlotKind.NUMBER and slot.index not in free]
+        return {slot.path: _number(slot) for slot in numbers}
+
+
+def _number(slot: Slot) -> Number:
+    if not isinstance(slot.value, int | float):
+        raise TypeError(f"{slot.path} holds no number")
+    return slot.value
+
+
+def _scalar_dtype(slot: Slot) -> torch.dtype:
+    return torch.int64 if isinstance(slot.value, int) else torch.float64

@@ -1,0 +1,70 @@
+"""Breaks long statements of emitted text at the commas of their outermost call."""
+
+from __future__ import annotations
+
+WIDTH = 110
+
+
+def wrap_long_lines(text: str) -> str:
+    """Return the text with every code line longer than WIDTH broken at call arguments where it has any."""
+    return "\n".join(piece for line in text.split("\n") for piece in _wrap(line))
+
+
+def _wrap(line: str) -> list[str]:
+    if len(line) <= WIDTH or line.lstrip().startswith(("#", '"""')):
+        return [line]
+    opening = _outermost_call(line)
+    if opening is None:
+        return [line]
+    closing = _matching(line, opening)
+    indent = " " * (len(line) - len(line.lstrip()))
+    args = _split(line[opening + 1 : closing])
+    inner = [piece for row in _rows(args, WIDTH - len(indent) - 4) for piece in _wrap(f"{indent}    {row},")]
+    return [line[: opening + 1], *inner, *_wrap(f"{indent}{line[closing:]}")]
+
+
+def _rows(args: list[str], width: int) -> list[str]:
+    """Fill lines with positional arguments; a keyword argument has a line of its own."""
+    rows: list[str] = []
+    fill = False
+    for arg in args:
+        keyword = "=" in arg.split("(")[0].split("[")[0]
+        if fill and not keyword and len(rows[-1]) + len(arg) + 2 < width:
+            rows[-1] += f", {arg}"
+        else:
+            rows.append(arg)
+        fill = not keyword
+    return rows
+
+
+def _outermost_call(line: str) -> int | None:
+    """Return where the longest call's bracket opens, among those not inside another."""
+    best: tuple[int, int] | None = None
+    position = 0
+    while (position := line.find("(", position)) >= 0:
+        end = _matching(line, position)
+        is_call = position > 0 and (line[position - 1].isalnum() or line[position - 1] == "_")
+        if is_call and (best is None or end - position > best[1] - best[0]):
+            best = (position, end)
+        position = end
+    return best[0] if best and best[1] - best[0] > 20 else None
+
+
+def _matching(line: str, opening: int) -> int:
+    depth = 0
+    for position in range(opening, len(line)):
+        depth += (line[position] in "([") - (line[position] in ")]")
+        if depth == 0:
+            return position
+    raise ValueError(f"unbalanced brackets in emitted line: {line}")
+
+
+def _split(args: str) -> list[str]:
+    pieces, depth, start = [], 0, 0
+    for position, char in enumerate(args):
+        depth += (char in "([") - (char in ")]")
+        if char == "," and depth == 0:
+            pieces.append(args[start:position].strip())
+            start = position + 1
+    pieces.append(args[start:].strip())
+    return [piece for piece in pieces if piece]
