@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from flexgen.attention import Attention, AuxOutput, AuxRequest
-from flexgen.errors import UnsupportedProblemError
+from flexgen.attention import Attention
+from flexgen.aux_outputs import AuxOutput, AuxRequest
+from flexgen.errors import OptionError, UnsupportedProblemError
 from flexgen.lowered import Lowered
 from flexgen.options import Options
 
@@ -67,6 +68,12 @@ def flex_attention(
             f"query has {query.shape[1]} heads and key {key.shape[1]}, and enable_gqa is False",
             fix="pass enable_gqa=True to share key heads between query heads",
         )
+    if return_lse and return_aux is not None:
+        raise OptionError(
+            "return_lse=True and return_aux were both given",
+            why="each says which auxiliary outputs to return, and in which form",
+            fix="drop return_lse and pass return_aux=flexgen.AuxRequest(lse=True)",
+        )
     mask_mod = None if block_mask is None else block_mask.mask_mod
     attention = _attention(score_mod, mask_mod, tuple(sorted((kernel_options or {}).items())))
     request = AuxRequest(lse=True) if return_lse and return_aux is None else return_aux
@@ -80,9 +87,9 @@ _MAX_ATTENTIONS = 256
 
 def _attention(score_mod: Any, mask_mod: Any, options: tuple[tuple[str, Any], ...]) -> Attention:
     """Return the Attention of these callables, made once; the oldest are dropped when there are many."""
-    key = (score_mod, mask_mod, options)
+    key = (id(score_mod), id(mask_mod), options)  # callables may be unhashable, or equal without being the same
     found = _attentions.get(key)
-    if found is None:
+    if found is None or found.score_mod is not score_mod or found.mask_mod is not mask_mod:
         if len(_attentions) >= _MAX_ATTENTIONS:
             _attentions.pop(next(iter(_attentions)))
         found = _attentions[key] = compile(score_mod, mask_mod, dict(options))

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from flexgen.aux_outputs import AuxOutput, AuxRequest, read_aux_request
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.errors import OptionError, ProblemTypeError, UnsupportedProblemError
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import DEFAULT_TARGET, Target, target_named
 from flexgen.options import BACKWARD_ONLY, KernelOptions, Options
 from flexgen.pipeline import ForwardKernel, Understood, compile_forward, understand
-from flexgen.problem import Guard, Problem
+from flexgen.problem import INDEX_LIMIT, Guard, Problem
 from flexgen.runtime.autograd import mark_no_backward
 from flexgen.runtime.bind import bind
 from flexgen.runtime.block_table import BlockTable, check_block_table, read_block_mask
 from flexgen.runtime.describe import (
+    TRUSTED_SCALAR,
     Launch,
     check_tensors,
     describe_guard,
@@ -31,30 +33,12 @@ from flexgen.runtime.describe import (
 )
 from flexgen.runtime.device_target import target_of
 from flexgen.runtime.kernel import Kernel, divisible_positions
-from flexgen.runtime.lists import check_contiguous, table_lists
+from flexgen.runtime.lists import check_contiguous, table_form, table_lists
+from flexgen.runtime.outputs import OutputForm, output_form
+from flexgen.runtime.prepared import Prepared, tensor_form
 
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
-
-
-@dataclass(frozen=True, slots=True)
-class AuxRequest:
-    """Auxiliary outputs to return.
-
-    Attributes:
-        lse: natural logarithm of the sum of exponentials of each row's scores, [B, Hq, Lq], float32.
-        max_scores: each row's largest score after score_mod, [B, Hq, Lq], float32.
-    """
-
-    lse: bool = False
-    max_scores: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AuxOutput:
-    """Auxiliary outputs; None where not asked for. A row without a live key has -inf in both."""
-
-    lse: torch.Tensor | None = None
-    max_scores: torch.Tensor | None = None
+MAX_PREPARED = 1024  # forms of call kept; the least recently made go first
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +46,10 @@ class _Call:
     """One call, described: what lowering and launching need."""
 
     understood: Understood
-    reading: Reading
     launch: Launch
     problem: Problem
     guard: Guard
-    outputs: Mapping[str, torch.Tensor]
+    outputs: OutputForm
 
 
 class Attention:
@@ -75,7 +58,9 @@ class Attention:
     Calls of one Attention may come from several threads. Use `flexgen.compile` to make one.
     """
 
-    def __init__(self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, options: Options):
+    def __init__(
+        self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, options: Options
+    ) -> None:
         for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
             if mod is not None and not callable(mod):
                 raise ProblemTypeError(f"{name} is {type(mod).__name__}, not a callable", fix="pass a function")
@@ -84,10 +69,15 @@ class Attention:
         self.options = options
         self._forward_options = _forward_options(options)
         self._mods = LiveMods(score_mod, mask_mod)
-        self._understood: OrderedDict[int, Understood] = OrderedDict()
+        self._understood: dict[int, Understood] = {}
         self._kernels: dict[Hashable, Kernel] = {}
+        self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._scales: dict[float, None] = {}
         self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the callables and options alone."""
+        return Attention, (self.score_mod, self.mask_mod, self.options)
 
     def __call__(
         self,
@@ -122,15 +112,23 @@ class Attention:
             UnsupportedProblemError, ProblemTypeError: the tensors do not form an attention problem.
             OptionError: an option cannot be honoured for this problem.
         """
-        call = self._describe(query, key, value, scale, return_aux, block_table, validate)
-        launch = call.launch
-        target = target_of(launch.device)
-        self._run(call, target)
-        output = to_bhsd(call.outputs["output"], self.options.layout)
-        output = mark_no_backward(output, (query, key, value, *call.reading.buffers))
+        aux = read_aux_request(return_aux)
+        reading = self._read(query, key, value)
+        form = self._form(reading, query, key, value, scale, aux, block_table)
+        prepared = None if validate else self._prepared.get(form)
+        if prepared is None:
+            call = self._describe(reading, query, key, value, scale, aux, block_table, validate)
+            prepared = self._prepare(form, call, block_table)
+            buffers: Any = tuple(call.launch.buffers.values())
+        else:
+            buffers = reading.buffers
+        outputs = prepared.run(query, key, value, buffers, reading.scalars)
+        output = mark_no_backward(outputs["output"], (query, key, value, *buffers))
+        if self.options.layout == "bshd":
+            output = output.transpose(1, 2)
         if return_aux is None:
             return output
-        return output, AuxOutput(call.outputs.get("logsumexp"), call.outputs.get("max_scores"))
+        return output, AuxOutput(outputs.get("logsumexp"), outputs.get("max_scores"))
 
     def lower(
         self,
@@ -148,28 +146,73 @@ class Attention:
         Args:
             target: a chip such as "sm_90", or "interpret"; by default the tensors' device, and sm_90 without a GPU.
         """
-        call = self._describe(query, key, value, scale, return_aux, block_table, False)
+        aux = read_aux_request(return_aux)
+        reading = self._read(query, key, value)
+        call = self._describe(reading, query, key, value, scale, aux, block_table, False)
         device = call.launch.device
         chip = target_named(target) if target else target_of(device) if device.type == "cuda" else None
         forward = self._compile(call, chip or target_named(DEFAULT_TARGET))
-        values = bind(forward.source.args, call.launch, call.outputs)
+        values = bind(forward.source.args, call.launch, call.outputs.allocate(query.to("meta")))
         return Lowered(call.understood, forward, divisible_positions(forward.source.args, values))
+
+    # Describing a call.
+
+    def _read(self, query: Any, key: Any, value: Any) -> Reading:
+        """Check the tensors where that is cheap enough to do at every call, and re-read what the mods captured."""
+        if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
+            check_tensors(query, key, value, self.options.layout)
+        return self._mods.current(torch.float64 if query.dtype == torch.float64 else torch.float32)
+
+    def _form(
+        self,
+        reading: Reading,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: Any,
+        aux: AuxRequest,
+        block_table: Any,
+    ) -> Hashable:
+        """Return what decides everything about a call but addresses and values; None where that is not settled."""
+        device = query.get_device()
+        if type(scale) not in (float, int, type(None)) or query.device.type == "meta":
+            return None
+        if any(buffer.get_device() != device for buffer in reading.buffers):
+            return None
+        return (
+            id(reading.captured),
+            tensor_form(query),
+            tensor_form(key),
+            tensor_form(value),
+            scale,
+            aux,
+            table_form(block_table) if block_table is not None else None,
+            tuple([tensor_form(buffer) for buffer in reading.buffers]),
+            self._scalar_form(reading),
+        )
+
+    def _scalar_form(self, reading: Reading) -> Hashable:
+        """Return what a kernel's choice depends on in captured numbers: their size classes, or their values."""
+        if not reading.scalars:
+            return None
+        if self._understand(reading).facts.rows_safe.assumptions:
+            return reading.scalars
+        return tuple([(abs(n) > INDEX_LIMIT, abs(n) >= TRUSTED_SCALAR) for n in reading.scalars])
 
     def _describe(
         self,
+        reading: Reading,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         scale: float | None,
-        return_aux: AuxRequest | None,
+        aux: AuxRequest,
         block_table: Any,
         validate: bool,
     ) -> _Call:
         layout = self.options.layout
         check_tensors(query, key, value, layout)
-        aux = _aux_request(return_aux)
         query, key, value = (to_bhsd(tensor, layout) for tensor in (query, key, value))
-        reading = self._mods.current(torch.float64 if query.dtype == torch.float64 else torch.float32)
         batch, q_heads, q_len, head_dim = query.shape
         table = self._table(block_table, query, key, validate)
         launch = Launch(
@@ -184,7 +227,7 @@ class Attention:
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
         )
-        outputs = _allocate(launch, aux, layout)
+        outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores)
         problem = describe_problem(
             launch,
             constant_scale=self._scale_is_constant(launch.scale, scale),
@@ -194,8 +237,8 @@ class Attention:
             has_offsets=False,
         )
         understood = self._understand(reading)
-        guard = describe_guard(launch, outputs["output"], understood.facts.rows_safe)
-        return _Call(understood, reading, launch, problem, guard, outputs)
+        guard = describe_guard(launch, outputs.row_span, understood.facts.rows_safe)
+        return _Call(understood, launch, problem, guard, outputs)
 
     def _table(self, block_table: Any, query: torch.Tensor, key: torch.Tensor, validate: bool) -> BlockTable | None:
         if block_table is None:
@@ -233,6 +276,8 @@ class Attention:
         self._scales[scale] = None
         return True
 
+    # Compiling.
+
     def _understand(self, reading: Reading) -> Understood:
         key = id(reading.captured)
         found = self._understood.get(key)
@@ -245,15 +290,28 @@ class Attention:
         trusted = scalars_are_trusted(call.launch.scalars)
         return compile_forward(call.understood, call.problem, call.guard, target, self._forward_options, trusted)
 
-    def _run(self, call: _Call, target: Target) -> None:
-        captured, trusted = call.reading.captured, scalars_are_trusted(call.launch.scalars)
+    def _kernel(self, call: _Call) -> Kernel:
+        """Return the kernel of a call's configuration, emitted and loaded once."""
+        target = target_of(call.launch.device)
+        trusted = scalars_are_trusted(call.launch.scalars)
+        captured = call.understood.captured
         key = (id(captured), call.problem, call.guard, target.name, trusted)
-        kernel = self._kernels.get(key)
-        if kernel is None or kernel.owner is not captured:
-            with self._lock:
+        with self._lock:
+            kernel = self._kernels.get(key)
+            if kernel is None or kernel.owner is not captured:
                 forward = self._compile(call, target)
                 kernel = self._kernels[key] = Kernel(forward.source, forward.plan, captured)
-        kernel.run(call.launch, call.outputs)
+        return kernel
+
+    def _prepare(self, form: Hashable, call: _Call, block_table: Any) -> Prepared:
+        table = tuple(call.launch.table.values())
+        prepared = Prepared(self._kernel(call), call.launch, call.outputs, (call.understood, block_table, table))
+        if form is not None:
+            with self._lock:
+                self._prepared[form] = prepared
+                if len(self._prepared) > MAX_PREPARED:
+                    self._prepared.popitem(last=False)
+        return prepared
 
 
 def _forward_options(options: Options) -> KernelOptions:
@@ -266,17 +324,6 @@ def _forward_options(options: Options) -> KernelOptions:
             fix="drop them",
         )
     return options.forward()
-
-
-def _aux_request(return_aux: Any) -> AuxRequest:
-    if return_aux is None:
-        return AuxRequest()
-    if not hasattr(return_aux, "lse") or not hasattr(return_aux, "max_scores"):
-        raise ProblemTypeError(
-            f"return_aux is {type(return_aux).__name__}, not an AuxRequest",
-            fix="pass flexgen.AuxRequest(lse=True, max_scores=True)",
-        )
-    return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores))
 
 
 def _broadcast(tensor: torch.Tensor, batch: int) -> torch.Tensor:
@@ -298,19 +345,3 @@ def _on_device(name: str, buffer: torch.Tensor, device: torch.device) -> torch.T
         why="a kernel reads captured tensors directly",
         fix=f"move {name} to {device} before calling",
     )
-
-
-def _allocate(launch: Launch, aux: AuxRequest, layout: str) -> dict[str, torch.Tensor]:
-    """Allocate the outputs: `output` in [B, H, L, D] order over memory in the caller's layout."""
-    query, value = launch.tensors["query"], launch.tensors["value"]
-    b, h, s, d = launch.batch, launch.q_heads, launch.q_len, value.shape[3]
-    rows = query.stride()[:3]
-    heads_inside = layout == "bshd" or (h > 1 and s > 1 and rows[1] < rows[2])
-    output = query.new_empty((b, s, h, d)).transpose(1, 2) if heads_inside else query.new_empty((b, h, s, d))
-    outputs = {"output": output}
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    if aux.lse:
-        outputs["logsumexp"] = query.new_empty((b, h, s), dtype=dtype)
-    if aux.max_scores:
-        outputs["max_scores"] = query.new_empty((b, h, s), dtype=dtype)
-    return outputs

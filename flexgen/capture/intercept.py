@@ -169,7 +169,7 @@ def _data(tracer: Tracing, func: Any, args: Sequence[Any], kwargs: Mapping[str, 
     return torch.ops.aten.detach(tensor) if tracer.is_traced(tensor) else func(*args, **kwargs)
 
 
-_T = torch.Tensor
+_T: Any = torch.Tensor  # getters such as `Tensor.shape.__get__` are unknown to the type stubs
 _NO_AUTOGRAD = _refuser(
     "the mod runs autograd",
     "gradients are derived from the mod's value by the backward kernels.",
@@ -185,8 +185,8 @@ INTERCEPTED: dict[Any, Interceptor] = {
     **dict.fromkeys((_T.cuda, _T.cpu), _unmoved),
     _T.__getitem__: _getitem,
     _T.__setitem__: _setitem,
-    _T.device.__get__: _device,  # type: ignore[attr-defined]
-    _T.is_cuda.__get__: _is_cuda,  # type: ignore[attr-defined]
+    _T.device.__get__: _device,
+    _T.is_cuda.__get__: _is_cuda,
     _T.to: _to,
-    _T.data.__get__: _data,  # type: ignore[attr-defined]
+    _T.data.__get__: _data,
 }

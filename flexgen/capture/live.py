@@ -36,13 +36,11 @@ class Captured:
         mods: the graphs, with the buffers and scalars that they use.
         origins: where in the user's source each node came from.
         score_dtype: dtype of the input `score` and of the score graph's root.
-        constants: the captured numbers that were taken as constants, by the path they were read at.
     """
 
     mods: Mods
     origins: Origins
     score_dtype: torch.dtype
-    constants: Mapping[str, Number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ class _Attempt:
         graphs = {mod.kind: self._graph(mod, buffers) for mod in traced}
         mods = Mods(graphs.get("score"), graphs.get("mask"))
         slots, bindings = self._bindings(mods, buffers)
-        captured = Captured(mods, self._origins(mods), self._score_dtype, MappingProxyType(self._constants()))
+        captured = Captured(mods, self._origins(mods), self._score_dtype)
         return _Variant(captured, compile_probe(list(roots), slots, bindings))
 
     def _trace(self, roots: Mapping[str, Mod]) -> list[TracedMod]:
@@ -216,11 +214,6 @@ class _Attempt:
             node: tuple(origins) for node, origins in self._builder.origins.items() if node in live
         }
         return Origins(MappingProxyType(table))
-
-    def _constants(self) -> dict[str, Number]:
-        free = {slot.index for slot in self._scalars.values()}
-        numbers = [slot for slot in self._slots if slot.kind is SlotKind.NUMBER and slot.index not in free]
-        return {slot.path: _number(slot) for slot in numbers}
 
 
 def _number(slot: Slot) -> Number:

@@ -145,7 +145,7 @@ def symbolic(name: str, value: int | float) -> torch.SymInt | torch.SymFloat:
     dtype = torch.int64 if type(value) is int else torch.float64
     node = NumberNode(make("scalar", attr=name, dtype=dtype), value, frozenset({name}))
     wrap = torch.SymInt if type(value) is int else torch.SymFloat
-    return wrap(node)  # type: ignore[no-untyped-call]
+    return wrap(node)
 
 
 def number_node(value: object) -> NumberNode | None:

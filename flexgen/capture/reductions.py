@@ -87,7 +87,8 @@ def _combiner(call: Call, op: str) -> Callable[[Node, Node], Node]:
 
 def _dims_and_keepdim(call: Call) -> tuple[object, bool]:
     """Return the `dim` and `keepdim` arguments, for whole-tensor overloads all axes and False."""
-    if call.overload in ("default", "all_reduce") and call.name in ("sum", "mean", "prod", "any", "all", "max", "min"):
+    takes_dims = call.name in ("amax", "amin") or (len(call.args) > 1 and isinstance(call.args[1], list))
+    if call.overload == "default" and not takes_dims:
         return None, False
     dims, keepdim = (*call.args[1:], None, False)[:2] if len(call.args) < 3 else call.args[1:3]
     return dims, bool(keepdim)

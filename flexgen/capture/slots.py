@@ -249,6 +249,8 @@ def _class_step(value: object, name: str) -> Iterator[Step]:
     owner = value if isinstance(value, type) else type(value)
     found = inspect.getattr_static(owner, name, _MISSING)
     place = ("class", id(owner), name)
+    if _is_foreign(owner.__module__):
+        return
     match found:
         case types.FunctionType():
             yield Step(StepKind.CLASS, name, _on_class(value, name), name, place, found)
@@ -259,7 +261,7 @@ def _class_step(value: object, name: str) -> Iterator[Step]:
         case types.MemberDescriptorType() if not isinstance(value, type) and hasattr(value, name):  # __slots__
             held = getattr(value, name)
             yield Step(StepKind.ATTRIBUTE, name, f"{{}}.{name}", name, ("attribute", id(value), name), held)
-        case torch.Tensor() | int() | float() | str() | tuple() | list() | dict() if not _is_foreign(owner.__module__):
+        case torch.Tensor() | int() | float() | str() | tuple() | list() | dict():
             yield Step(StepKind.ATTRIBUTE, name, f"{{}}.{name}", name, place, found)
 
 
@@ -275,13 +277,13 @@ def _call_steps(value: object) -> Iterator[Step]:
 
 
 def _is_opaque(value: object) -> bool:
-    """Whether attributes of this object are not looked at: it is foreign, or it is no object of the user's."""
-    if isinstance(value, types.ModuleType):
-        return _is_foreign(value.__name__)
-    if isinstance(value, torch.nn.Module):
-        return False
-    owner = value if isinstance(value, type) else type(value)
-    return _is_foreign(owner.__module__) or isinstance(value, types.BuiltinFunctionType)
+    """Whether attributes of this object are not looked at: a module, class or builtin that is not the user's."""
+    match value:
+        case types.ModuleType():
+            return _is_foreign(value.__name__)
+        case type():
+            return _is_foreign(value.__module__)
+    return isinstance(value, types.BuiltinFunctionType)
 
 
 def _children(slot: Slot, attributes: tuple[str, ...]) -> Iterator[Step]:

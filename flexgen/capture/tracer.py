@@ -18,17 +18,19 @@ from flexgen.capture.convert import converter_of
 from flexgen.capture.creation import constant
 from flexgen.capture.gradient import stopped
 from flexgen.capture.intercept import INTERCEPTED
-from flexgen.capture.numbers import number_node
+from flexgen.capture.numbers import NeedsConstant, number_node
 from flexgen.capture.refusals import unsupported
 from flexgen.capture.source import is_user_file, origin_at
 from flexgen.capture.tensors import CapturedTensors
 from flexgen.capture.values import Dim, Indices, Refused, Value, filled, scalar_value
-from flexgen.errors import CaptureError, FlexgenError, SourceSpan
+from flexgen.errors import CaptureError, FlexgenError, InternalError, SourceSpan
 from flexgen.ir.graph import Node, input_node
 from flexgen.ir.origins import Origin
 
 _CUSTOM_FUNCTION_CODE: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _PROPERTY_READ = "__get__"
+_FOREIGN_WHY = "the operation belongs to another library, so flexgen does not know what it computes."
+_FOREIGN_FIX = "write it with torch's own operations, or map it in flexgen.capture.convert.CUSTOM_OPS."
 
 
 class Tracer:
@@ -62,7 +64,7 @@ class Tracer:
 
     def result(self, returned: object) -> Value | None:
         """Return the value of a tensor that the mod returned; None for anything but a tensor."""
-        return self.value_of(returned) if isinstance(returned, torch.Tensor) else None
+        return self.value_of(self.swap(returned)) if isinstance(returned, torch.Tensor) else None
 
     @property
     def span(self) -> SourceSpan | None:
@@ -185,6 +187,7 @@ class Tracer:
             if kwargs.get("device") is not None:
                 kwargs = {**kwargs, "device": torch.device("cpu")}
             return self.keep_constants(func(*args, **kwargs))
+        self._check_plain(func, args, kwargs)
         self._check_custom_function(func)
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
@@ -226,11 +229,16 @@ class Tracer:
             self.report(refused.error)
             values = tuple(filled(tensor.shape, 0, tensor.dtype) for tensor in results)
         for tensor, value in zip(results, values, strict=True):
+            if value.shape != tuple(tensor.shape) or value.dtype != tensor.dtype:
+                raise InternalError(f"{func} became {value.dtype}{value.shape}, not {tensor.dtype}{tuple(tensor.shape)}")
             self._register(tensor, value)
         self._note_views(func, args, results)
 
     def _with_gradient_rule(self, value: Value) -> Value:
-        return value if torch.is_grad_enabled() else stopped(self.context, value)
+        """Apply the user's `no_grad`; a custom function's forward always runs under one, which means nothing here."""
+        if torch.is_grad_enabled() or self._custom_function is not None:
+            return value
+        return stopped(self.context, value)
 
     def _note_views(self, func: Any, args: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
         if any(argument.alias_info is not None for argument in func._schema.arguments):
@@ -239,6 +247,16 @@ class Tracer:
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: torch.Tensor) -> Call:
         bound = tuple(self._as_values(arg) for arg in _bind(func, args, kwargs))
         return Call(_bare_name(func), func._overloadname, bound, result.dtype, tuple(result.shape), self.context)
+
+    def _check_plain(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Ask for a constant where a captured number decides a shape or an axis (an index may stay free)."""
+        if func is torch.ops.aten.select.int:
+            return
+        for arg, (_, _, is_value) in zip(_bind(func, args, kwargs), _parameters(func), strict=True):
+            for item in arg if isinstance(arg, list | tuple) else (arg,):
+                number = None if is_value else number_node(item)
+                if number is not None:
+                    raise NeedsConstant(number.names)
 
     def _as_values(self, arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -260,7 +278,10 @@ class Tracer:
 
     def _refuse(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
-        self.report(unsupported(_bare_name(func) if name.startswith("aten::") else name, self.span))
+        if func.namespace in ("aten", "prims"):
+            self.report(unsupported(_bare_name(func), self.span))
+        else:
+            self.report(unsupported(name, self.span, _FOREIGN_WHY, _FOREIGN_FIX))
         result = self._on_meta(func, args, kwargs)
         for tensor in _tensors_in(result):
             self._register(tensor, filled(tensor.shape, 0, tensor.dtype))
@@ -341,8 +362,10 @@ def _on_meta_device(key: str, value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=2048)
-def _parameters(func: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((argument.name, argument.default_value) for argument in func._schema.arguments)
+def _parameters(func: Any) -> tuple[tuple[str, Any, bool], ...]:
+    """Return, for each argument, its name, its default, and whether it is a value (a tensor or a Scalar)."""
+    arguments = [(argument, str(argument.type)) for argument in func._schema.arguments]
+    return tuple((arg.name, arg.default_value, "Tensor" in kind or "number" in kind) for arg, kind in arguments)
 
 
 def _bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -361,18 +384,18 @@ def _call_mod(mod: Callable[..., object], inputs: Sequence[torch.Tensor]) -> obj
     return mod(*inputs)
 
 
-class _FunctionMode(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _FunctionMode(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._tracer.function(func, args, kwargs or {})
 
 
-class _DispatchMode(TorchDispatchMode):
+class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -17,6 +17,7 @@ def _wrap(line: str) -> list[str]:
     if opening is None:
         return [line]
     closing = _matching(line, opening)
+    assert closing is not None
     indent = " " * (len(line) - len(line.lstrip()))
     args = _split(line[opening + 1 : closing])
     inner = [piece for row in _rows(args, WIDTH - len(indent) - 4) for piece in _wrap(f"{indent}    {row},")]
@@ -43,6 +44,8 @@ def _outermost_call(line: str) -> int | None:
     position = 0
     while (position := line.find("(", position)) >= 0:
         end = _matching(line, position)
+        if end is None:  # the line is a piece of one that was broken already
+            return None
         is_call = position > 0 and (line[position - 1].isalnum() or line[position - 1] == "_")
         if is_call and (best is None or end - position > best[1] - best[0]):
             best = (position, end)
@@ -50,13 +53,13 @@ def _outermost_call(line: str) -> int | None:
     return best[0] if best and best[1] - best[0] > 20 else None
 
 
-def _matching(line: str, opening: int) -> int:
+def _matching(line: str, opening: int) -> int | None:
     depth = 0
     for position in range(opening, len(line)):
         depth += (line[position] in "([") - (line[position] in ")]")
         if depth == 0:
             return position
-    raise ValueError(f"unbalanced brackets in emitted line: {line}")
+    return None
 
 
 def _split(args: str) -> list[str]:

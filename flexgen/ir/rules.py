@@ -42,7 +42,10 @@ def _exact_reciprocal(node: Node, _: Ranges) -> Node | None:
     value = divisor.attr if divisor.op == "const" else None
     if not isinstance(value, float) or abs(math.frexp(value)[0]) != 0.5 or node.dtype not in ARITHMETIC_DTYPES:
         return None
-    reciprocal = math.ldexp(math.copysign(1.0, value), 1 - math.frexp(value)[1])
+    exponent = 1 - math.frexp(value)[1]
+    if exponent > 1023:  # beyond float64
+        return None
+    reciprocal = math.ldexp(math.copysign(1.0, value), exponent)
     if not (is_representable(value, node.dtype) and is_representable(reciprocal, node.dtype)):
         return None
     return make("mul", dividend, const(reciprocal, node.dtype), dtype=node.dtype)

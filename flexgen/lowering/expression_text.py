@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from flexgen.ir.graph import Node
+from flexgen.ir.graph import Node, topological
 from flexgen.ir.origins import Origins
 
 # op: (symbol, binding strength); a stronger operator needs no parentheses inside a weaker one.
@@ -70,7 +70,7 @@ class _Printer:
             case "input" | "scalar":
                 return str(node.attr), _ATOM
             case "load":
-                return f"{node.attr}[{', '.join(self._whole(arg) for arg in node.args)}]", _ATOM
+                return f"{node.attr}[{', '.join(self._whole(_as_written(arg)) for arg in node.args)}]", _ATOM
             case "where":
                 return self._choice(node)
             case "cast":
@@ -112,6 +112,17 @@ class _Printer:
             else:
                 parts.append(part)
         return parts
+
+
+def _as_written(position: Node) -> Node:
+    """Show table[i] for an index that counts from the end where it is negative, as the user wrote it."""
+    if position.op != "where" or _has_size(position.args[2]) or not _has_size(position.args[1]):
+        return position
+    return position.args[2]
+
+
+def _has_size(node: Node) -> bool:
+    return any(part.op == "scalar" and ".size(" in str(part.attr) for part in topological(node))
 
 
 def _constant(node: Node) -> _Text:

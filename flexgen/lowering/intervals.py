@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from flexgen.ir.graph import Node
-from flexgen.lowering.symbols import FALSE, TRUE, ZERO, Algebra, is_small
+from flexgen.ir.graph import Node, topological
+from flexgen.lowering.symbols import FALSE, TRUE, ZERO, Algebra, conjuncts, is_small, negation
 
 MAX_SEGMENTS = 4
 MAX_END_SIZE = 60
@@ -112,7 +112,7 @@ class IntervalAlgebra:
     def _clean(self, interval: Interval) -> Interval | None:
         """Drop ends that lie outside of the axis; None when the interval is provably empty."""
         algebra, reach = self.algebra, self.algebra.ranges.of(self.index)
-        lo, hi = interval.lo, interval.hi
+        lo, hi = self._given(interval.guard, interval.lo), self._given(interval.guard, interval.hi)
         below = algebra.ranges.of(lo) if lo else None
         above = algebra.ranges.of(hi) if hi else None
         if below and reach.hi is not None and below.lo is not None and below.lo > reach.hi:
@@ -126,6 +126,13 @@ class IntervalAlgebra:
         if hi is self.length or (above and reach.hi is not None and above.lo is not None and above.lo > reach.hi):
             hi = None
         return Interval(lo, hi, interval.guard)
+
+    def _given(self, guard: Node, end: Node | None) -> Node | None:
+        """Decide choices inside of an end by the guard, outside of which the end has no meaning."""
+        if end is None or guard is TRUE:
+            return end
+        known = dict.fromkeys(conjuncts(guard), TRUE) | {negation(part): FALSE for part in conjuncts(guard)}
+        return self.algebra.rebuild(end, known) if any(part in known for part in topological(end)) else end
 
     def intersect(self, first: RowSet, second: RowSet) -> RowSet:
         pairs = [self._meet(a, b) for a in first.segments for b in second.segments]

@@ -10,11 +10,12 @@ from flexgen.lowering.bounds import Box, BoxEvaluator
 from flexgen.lowering.expression_text import expression_text
 from flexgen.lowering.intervals import RowSet
 from flexgen.lowering.ranges import INDEX, Range
-from flexgen.lowering.symbols import FALSE, KV_LEN, Q_LEN, TRUE, ZERO, Algebra
+from flexgen.lowering.symbols import FALSE, KV_LEN, Q_LEN, TRUE, ZERO, Algebra, conjuncts, is_small
 
 _Q_IDX, _KV_IDX = input_node("q_idx"), input_node("kv_idx")
 _SOME = Range(1, INDEX.hi)
 _MAX_WITNESSES = 8
+_MAX_CONDITION_SIZE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,16 @@ def prove_rows_safe(mask: Node, rows: RowSet, algebra: Algebra) -> Proof:
         mask: the simplified mask.
         rows: the mask solved for keys.
     """
-    attempts = [(key, _conditions(mask, key, algebra)) for key in _witnesses(rows, algebra)]
-    proven = [(key, conditions) for key, conditions in attempts if conditions is not None]
+    proven: list[tuple[Node, tuple[Node, ...]]] = []
+    for key in _witnesses(rows, algebra):
+        conditions = _conditions(mask, key, algebra)
+        if conditions is not None:
+            proven.append((key, conditions))
+        if key is not _Q_IDX and any(_cost(conditions) <= 1 for _, conditions in proven):
+            break
     if not proven:
         return Proof(False, "no key was found that is live for every query")
-    key, conditions = min(proven, key=lambda attempt: sum(map(_cost, attempt[1])))
+    key, conditions = min(proven, key=lambda attempt: _cost(attempt[1]))
     given = f", given {' and '.join(expression_text(c) for c in conditions)}" if conditions else ""
     return Proof(True, f"kv_idx == {expression_text(key)} always passes the mask{given}", conditions)
 
@@ -69,7 +75,7 @@ def _conditions(mask: Node, key: Node, algebra: Algebra) -> tuple[Node, ...] | N
     occupied = Algebra(algebra.ranges.assuming({"Q_LEN": _SOME, "KV_LEN": _SOME}))
     live = occupied.rebuild(mask, {_KV_IDX: key})
     found = [_everywhere(exists, algebra), _everywhere(live, occupied)]
-    conditions = [part for holds in reversed(found) if holds is not None for part in _conjuncts(holds)]
+    conditions = [part for holds in reversed(found) if holds is not None for part in conjuncts(holds)]
     if None in found or not all(_is_launch_condition(part) for part in conditions):
         return None
     return tuple(dict.fromkeys(part for part in conditions if part is not TRUE))
@@ -82,21 +88,26 @@ def _everywhere(condition: Node, algebra: Algebra) -> Node | None:
     return None if found is None else found.lo
 
 
-def _cost(condition: Node) -> int:
-    """How much a condition asks of a launch: that there are keys at all, one thing, or things that must fit."""
+def _cost(conditions: tuple[Node, ...]) -> int:
+    """How much is asked of a launch: that there are keys at all, one thing, or things that must fit each other."""
+    return sum(_condition_cost(condition) for condition in conditions)
+
+
+def _condition_cost(condition: Node) -> int:
     leaves = {part for part in topological(condition) if part.op in ("input", "scalar")}
     if leaves == {KV_LEN}:
         return 0
-    has_scalar = any(leaf.op == "scalar" for leaf in leaves)
-    return 3 if has_scalar and len(leaves) > 1 else 1
-
-
-def _conjuncts(node: Node) -> list[Node]:
-    return [part for arg in node.args for part in _conjuncts(arg)] if node.op == "and" else [node]
+    return 3 if len(leaves) > 1 and any(leaf.op == "scalar" for leaf in leaves) else 1
 
 
 def _is_launch_condition(node: Node) -> bool:
-    return node is not FALSE and not node.axes and all(part.op != "load" for part in topological(node))
+    """A condition short enough to check at each launch, over lengths and scalars."""
+    return (
+        node is not FALSE
+        and not node.axes
+        and is_small(node, _MAX_CONDITION_SIZE)
+        and all(part.op != "load" for part in topological(node))
+    )
 
 
 def prove_contiguous(rows: RowSet) -> Proof:

@@ -8,7 +8,7 @@ from functools import reduce
 
 import torch
 
-from flexgen.ir.graph import Axis, Node, input_node, make
+from flexgen.ir.graph import Axis, Node, input_node, make, topological
 from flexgen.lowering.affine import Affine, Linear, depends, split
 from flexgen.lowering.intervals import EVERYTHING, NOTHING, IntervalAlgebra, RowSet, unknown
 from flexgen.lowering.ranges import dtype_range
@@ -83,10 +83,43 @@ class _Solver:
 
     def _junction(self, node: Node, holds: bool) -> RowSet:
         """And and or, whole chains at once; a negation swaps them."""
-        parts = [self.condition(part, holds) for part in self._chain(node)]
+        parts = self._chain(node)
         if (node.op == "and") == holds:
-            return reduce(self.sets.intersect, parts)
-        return reduce(self.sets.union, parts)
+            return reduce(
+                self.sets.intersect, (self.condition(part, holds) for part in self._specialised(parts, holds))
+            )
+        return reduce(self.sets.union, (self.condition(part, holds) for part in parts))
+
+    def _specialised(self, parts: list[Node], holds: bool) -> list[Node]:
+        """Where all parts must hold, use what one equates to simplify the others.
+
+        From `q_idx // 8 == kv_idx // 8` follows that `kv_idx % 8` is `kv_idx - q_idx // 8 * 8`.
+        """
+        for place, part in enumerate(parts):
+            known = self._equated(part) if part.op == ("eq" if holds else "ne") else {}
+            if known:
+                parts = [p if i == place else self._replaced(p, known) for i, p in enumerate(parts)]
+        return parts
+
+    def _equated(self, part: Node) -> dict[Node, Node]:
+        """What an equation says of the one atom that depends on the index, and of its remainder."""
+        if not all(is_integer(arg) for arg in part.args):
+            return {}
+        affine = split(self.algebra.linear(part.args[0]) - self.algebra.linear(part.args[1]), self.axis)
+        if affine is None or abs(affine.coefficient) != 1 or affine.core is self.sets.index:
+            return {}
+        value = affine.rest.scaled(-affine.coefficient)
+        known = {affine.core: self.algebra.build(value)}
+        if affine.core.op == "cast":
+            known[affine.core.args[0]] = make("cast", self.algebra.build(value), dtype=affine.core.args[0].dtype)
+        if affine.core.op == "floordiv" and affine.core.args[1].op == "const":
+            dividend, divisor = affine.core.args
+            rest = self.algebra.linear(dividend) - value.scaled(int(divisor.attr or 0))
+            known[make("mod", dividend, divisor, dtype=dividend.dtype)] = self.algebra.build(rest)
+        return known
+
+    def _replaced(self, part: Node, known: dict[Node, Node]) -> Node:
+        return self.algebra.rebuild(part, known) if any(node in known for node in topological(part)) else part
 
     def _chain(self, node: Node) -> list[Node]:
         """The operands of a chain of one op, those free of the axis joined into one and put first."""

@@ -46,6 +46,7 @@ class Algebra:
     def __init__(self, ranges: RangeAnalysis | None = None) -> None:
         self.ranges = ranges or RangeAnalysis()
         self._linear: dict[Node, Linear] = {}
+        self._lower_bounds: dict[tuple[int, frozenset[tuple[Node, int]]], int | None] = {}
 
     # Sums.
 
@@ -85,15 +86,17 @@ class Algebra:
         return None
 
     def cancel_mods(self, total: Linear) -> Linear:
-        """Rewrite x - x % m as m * (x // m)."""
+        """Rewrite x - x % m as m * (x // m), and m * (x // m) + x % m as x."""
         for atom, coefficient in total:
-            if atom.op != "mod" or atom.args[1].op != "const" or int(atom.args[1].attr or 0) <= 0:
+            divisor = int(atom.args[1].attr or 0) if atom.op == "mod" and atom.args[1].op == "const" else 0
+            if divisor <= 0:
                 continue
             dividend = self.linear(atom.args[0])
-            rest = total.without(atom) + dividend.scaled(coefficient)
-            if len(rest.terms) == len(total.terms) - 1 - len(dividend.terms):
-                blocks = self.floordiv(dividend, int(atom.args[1].attr or 0))
-                return rest - blocks.scaled(coefficient * int(atom.args[1].attr or 0))
+            blocks = self.floordiv(dividend, divisor)
+            without = total.without(atom)
+            rewritten = without + (dividend - blocks.scaled(divisor)).scaled(coefficient)
+            if len(rewritten.terms) < len(total.terms):
+                return self.cancel_mods(rewritten)
         return total
 
     def build(self, total: Linear) -> Node:
@@ -176,12 +179,13 @@ class Algebra:
         return Linear.of([(_make(op, *args), 1)])
 
     def mod(self, a: Node, divisor: int) -> Node:
-        """Return a % divisor for a positive divisor."""
+        """Return a % divisor for a positive divisor, multiples of the divisor left out."""
         total = self.linear(a)
         found = self.range_of(total)
         if found.lo is not None and found.hi is not None and found.lo // divisor == found.hi // divisor:
             return self.build(total.plus(-(found.lo // divisor) * divisor))
-        return _make("mod", self.build(total), number(divisor))
+        rest = Linear.of(((atom, c) for atom, c in total if c % divisor), total.constant % divisor)
+        return _make("mod", self.build(rest), number(divisor))
 
     # Order.
 
@@ -216,10 +220,13 @@ class Algebra:
 
     def lower_bound(self, total: Linear) -> int | None:
         """Return a number that the sum is never below, looking into min, max, where, abs and floordiv."""
-        return _LowerBound(self).of(total)
+        key = (total.constant, frozenset(total.terms.items()))
+        if key not in self._lower_bounds:
+            self._lower_bounds[key] = _LowerBound(self).of(total)
+        return self._lower_bounds[key]
 
     def negative(self, total: Linear) -> Node:
-        """Return the condition total < 0, as a comparison without subtractions."""
+        """Return the condition total < 0 without subtractions; with a number as `x < number` or `number <= x`."""
         lo = self.lower_bound(total)
         if lo is not None and lo >= 0:
             return FALSE
@@ -228,12 +235,11 @@ class Algebra:
             return TRUE
         left = Linear.of((a, c) for a, c in total if c > 0)
         right = Linear.of((a, -c) for a, c in total if c < 0)
-        constant = -total.constant
-        op = "le" if constant == 1 else "lt"
-        limit = constant - (constant == 1)
         if left.is_constant:
-            return self._compare(op, left.plus(-limit), right)
-        return self._compare(op, left, right.plus(limit))
+            return self._compare("le", left.plus(total.constant + 1), right)
+        if right.is_constant or total.constant != -1:
+            return self._compare("lt", left, right.plus(-total.constant))
+        return self._compare("le", left, right)
 
     def _compare(self, op: str, left: Linear, right: Linear) -> Node:
         return make(op, self.build(left), self.build(right), dtype=torch.bool)
@@ -408,11 +414,13 @@ def negation(node: Node) -> Node:
     if node.op == "not":
         return node.args[0]
     if node.op in _OPPOSITE and not node.args[0].dtype.is_floating_point:
-        return make(_OPPOSITE[node.op], *node.args, dtype=torch.bool)
+        a, b = node.args
+        return make(_OPPOSITE[node.op], *((a, b) if node.op in ("eq", "ne") else (b, a)), dtype=torch.bool)
     return make("not", node, dtype=torch.bool)
 
 
-_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+# Of an ordering, with its sides swapped.
+_OPPOSITE = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt", "eq": "ne", "ne": "eq"}
 
 
 def _make(op: str, *args: Node) -> Node:
@@ -443,6 +451,11 @@ def _flatten(op: str, node: Node) -> list[Node]:
         else:
             parts.append(part)
     return parts
+
+
+def conjuncts(node: Node) -> list[Node]:
+    """Return the conditions that an `and` joins; a condition that is no `and` by itself."""
+    return _flatten("and", node)
 
 
 def _junction(op: str, nodes: Sequence[Node], neutral: Node, absorbing: Node) -> Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,7 +121,7 @@ def compile_entry(
     )
     options = {"num_warps": num_warps, "num_stages": num_stages, **(extra_options or {})}
     gpu_target = GPUTarget(target.backend, target.arch, target.warp_size)
-    with _compiling, _located_errors(module, entry, target):
+    with _compiling, _located_errors(module, entry, target), _without_dumps():
         _check_options(gpu_target, options, target.name)
         COMPILATIONS.increment()
         kernel = _compile(source, gpu_target, options)
@@ -173,6 +174,17 @@ def _binary(kernel: Any, target: TargetFacts) -> Binary:
         metadata=MappingProxyType(kernel.metadata._asdict()),
         kernel=kernel,
     )
+
+
+@contextmanager
+def _without_dumps() -> Iterator[None]:
+    """Keep Triton from printing the whole PTX when ptxas refuses it; the error that it raises holds ptxas's words."""
+    nvidia = sys.modules["triton.backends.nvidia.compiler"]
+    vars(nvidia)["print"] = lambda *args, **options: None
+    try:
+        yield
+    finally:
+        del vars(nvidia)["print"]
 
 
 @contextmanager

@@ -177,9 +177,14 @@ def describe_problem(
     )
 
 
-def describe_guard(launch: Launch, output: torch.Tensor, rows_safe: Proof) -> Guard:
-    """Return the class of run-time facts that a plan for this launch may rely on."""
-    wide = {name for name, t in (*launch.tensors.items(), ("output", output)) if _row_span(t) >= INT32_END}
+def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
+    """Return the class of run-time facts that a plan for this launch may rely on.
+
+    Args:
+        output_span: one past the largest element offset of the output inside one (batch, head).
+    """
+    wide = {name for name, tensor in launch.tensors.items() if _row_span(tensor) >= INT32_END}
+    wide |= {"output"} if output_span >= INT32_END else set()
     wide |= {name for name, buffer in launch.buffers.items() if _span(buffer) >= INT32_END}
     wide |= {name for name, number in launch.scalars.items() if isinstance(number, int) and abs(number) > INDEX_LIMIT}
     length = max(launch.q_offset + launch.q_len, launch.kv_offset + launch.kv_len)

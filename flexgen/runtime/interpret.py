@@ -146,8 +146,8 @@ def _translate_value(language: Language, value: Any) -> Any:
         return language.tl.constexpr(_translate_value(language, value.value))
     if isinstance(value, triton.language.dtype):
         return language.tl.str_to_ty(value.name, None)
-    if getattr(value, "__module__", "").startswith("triton.language.") and hasattr(language.tl, value.__name__):
-        return getattr(language.tl, value.__name__)
+    if str(getattr(value, "__module__", "")).startswith("triton.language."):  # imported by name
+        return getattr(language.tl, getattr(value, "__name__", ""), value)
     return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from flexgen.codegen.source import Arg, KernelSource
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.runtime.bind import bind
 from flexgen.runtime.cache import SourceCache
 from flexgen.runtime.describe import Launch
 from flexgen.runtime.environment import read_environment
@@ -36,7 +35,7 @@ class Kernel:
     """One kernel of one configuration.
 
     Args:
-        source, plan: what to run, and how.
+        source, plan: what to run, and how; `execute(grid, values)` runs it.
         owner: the captured mods it belongs to, kept alive so that its identity may serve as a key.
     """
 
@@ -45,7 +44,7 @@ class Kernel:
         self._source = source
         self._plan = plan
         self._module = module_of(source)
-        self._execute = self._interpreted() if plan.target.backend == "interpret" else self._launched()
+        self.execute = self._interpreted() if plan.target.backend == "interpret" else self._launched()
 
     # Triton is absent on some systems, where everything up to emission works: it is imported where a kernel runs.
 
@@ -69,10 +68,12 @@ class Kernel:
             extra_options=options,
         ).launch
 
-    def run(self, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> None:
-        """Compute `outputs` in place."""
-        values = bind(self._source.args, launch, outputs)
-        self._execute((program_count(self._plan, launch), 1, 1), values)
+    @property
+    def args(self) -> tuple[Arg, ...]:
+        return self._source.args
+
+    def grid(self, launch: Launch) -> tuple[int, int, int]:
+        return (program_count(self._plan, launch), 1, 1)
 
 
 def program_count(plan: ForwardPlan, launch: Launch) -> int:

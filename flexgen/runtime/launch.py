@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -13,8 +14,6 @@ from flexgen.errors import InternalError, NoFeasiblePlanError
 from flexgen.runtime.arguments import TypedArg, is_pointer
 from flexgen.runtime.build import TargetFacts, compile_entry
 from flexgen.runtime.submit import Submit, make_submit
-
-_ALIGNMENT = 16  # what Triton's divisibility attribute promises, in bytes for addresses and as a number for integers
 
 
 def _slow_raw_stream(device: int) -> int:
@@ -54,8 +53,8 @@ class Launcher:
             raise InternalError(f"{entry} has no pointer argument to take its device from")
         self._device_position = self._pointers.index(True)
         self._specialized = tuple(position for position, arg in enumerate(arg_types) if arg.specialize)
-        self._aligned: dict[int, Submit] = {}  # by device: everything that may be specialised is a multiple of 16
-        self._others: dict[tuple[int, frozenset[int]], Submit] = {}  # by device and the positions that are
+        # By device, and whether each argument that may be specialised is a multiple of 16.
+        self._kernels: dict[tuple[int, tuple[bool, ...]], Submit] = {}
         self._lock = threading.Lock()
 
     def launch(self, grid: tuple[int, int, int], args: Sequence[object], stream: int | None = None) -> None:
@@ -73,34 +72,27 @@ class Launcher:
             arg if not pointer else 0 if arg is None else arg.data_ptr()  # type: ignore[attr-defined, misc]
             for arg, pointer in zip(args, self._pointers, strict=True)
         ]
-        bits = 0
-        for position in self._specialized:
-            bits |= values[position]
-        submit = self._aligned.get(device) if bits % _ALIGNMENT == 0 else self._other(device, values)
+        alignment = tuple([values[position] & 15 == 0 for position in self._specialized])
+        submit = self._kernels.get((device, alignment))
         if submit is None or device != torch.cuda.current_device():
-            return self._launch_carefully(device, grid, values)
+            return self._launch_carefully(device, alignment, grid, values)
         submit(x, y, z, current_raw_stream(device) if stream is None else stream, values)
 
-    def _launch_carefully(self, device: int, grid: tuple[int, int, int], values: list[int]) -> None:
+    def _launch_carefully(
+        self, device: int, alignment: tuple[bool, ...], grid: tuple[int, int, int], values: list[int]
+    ) -> None:
         """Launch on a device that may not be the current one, compiling first where that is still to do."""
         with torch.cuda.device(device):
-            submit = self._prepare(device, self._divisible(values))
+            submit = self._prepare(device, alignment)
             submit(*grid, current_raw_stream(device), values)
 
-    def _other(self, device: int, values: list[int]) -> Submit | None:
-        return self._others.get((device, self._divisible(values)))
-
-    def _divisible(self, values: list[int]) -> frozenset[int]:
-        return frozenset(position for position in self._specialized if values[position] % _ALIGNMENT == 0)
-
-    def _prepare(self, device: int, divisible: frozenset[int]) -> Submit:
+    def _prepare(self, device: int, alignment: tuple[bool, ...]) -> Submit:
         """Return the kernel for a class of alignment, compiled and loaded once; the device is the current one."""
         with self._lock:
-            submit = self._others.get((device, divisible))
+            submit = self._kernels.get((device, alignment))
             if submit is None:
-                submit = self._others[device, divisible] = self._load(device, divisible)
-                if len(divisible) == len(self._specialized):
-                    self._aligned[device] = submit
+                divisible = frozenset(itertools.compress(self._specialized, alignment))
+                submit = self._kernels[device, alignment] = self._load(device, divisible)
         return submit
 
     def _load(self, device: int, divisible: frozenset[int]) -> Submit:

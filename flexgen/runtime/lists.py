@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 
 from flexgen.errors import OptionError
@@ -41,3 +44,10 @@ def _check_list(count_name: str, name: str, counts: torch.Tensor, indices: torch
             why=f"its {int(counts[b, h, row])} blocks ({count_name}) are not consecutive, so blocks would be skipped",
             fix="drop BLOCKS_ARE_CONTIGUOUS",
         )
+
+
+def table_form(block_mask: Any) -> tuple[Hashable, ...]:
+    """Return what identifies a block mask's lists; the caller keeps the block mask alive with what it derives."""
+    lists = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "mask_mod")
+    sizes = (str(getattr(block_mask, "BLOCK_SIZE", None)), str(getattr(block_mask, "seq_lengths", None)))
+    return (*(id(getattr(block_mask, name, None)) for name in lists), *sizes)

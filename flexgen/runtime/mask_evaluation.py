@@ -56,6 +56,15 @@ def evaluate_score(score_mod: Mod, box: IndexBox, device: torch.device) -> torch
     return _map_over_indices(lambda *indices: score_mod(zero, *indices), box.tensors(device))
 
 
+def modify_scores(score_mod: Mod, scores: torch.Tensor, box: IndexBox) -> torch.Tensor:
+    """Return score_mod of `scores` [len(b), len(h), len(q_idx), len(kv_idx)], in whatever dtype it returns.
+
+    Raises:
+        CaptureError: score_mod raised or branched on a value.
+    """
+    return _map_over_indices(score_mod, box.tensors(scores.device), scores)
+
+
 def batch_and_head_matter(mask_mod: Mod, device: torch.device) -> tuple[bool, bool]:
     """Return whether the mask's value depends on b, and on h.
 
@@ -102,14 +111,15 @@ def _gather_indices(table: torch.Tensor, index: tuple[Any, ...]) -> list[torch.T
     return operands
 
 
-def _map_over_indices(mod: Mod, indices: list[torch.Tensor]) -> torch.Tensor:
-    """Call `mod` on 0-d indices, mapped over every axis."""
+def _map_over_indices(mod: Mod, indices: list[torch.Tensor], *scores: torch.Tensor) -> torch.Tensor:
+    """Call `mod` on 0-d indices, and on the score there if `scores` holds one for each, mapped over every axis."""
     mapped: Callable[..., Any] = mod
     for axis in _INDEX_AXES:
-        mapped = torch.vmap(mapped, in_dims=tuple(0 if axis == other else None for other in range(4)))
+        places = (*(0 for _ in scores), *(0 if axis == other else None for other in range(4)))
+        mapped = torch.vmap(mapped, in_dims=places)
     try:
         with torch.no_grad(), _GatherOnTensorIndex():
-            result: torch.Tensor = mapped(*indices)
+            result: torch.Tensor = mapped(*scores, *indices)
     except (FlexgenError, torch.OutOfMemoryError):
         raise
     except Exception as error:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from flexgen.ir.evaluate import evaluate
 from flexgen.ir.graph import Axis, Graph, Node
-from flexgen.lowering.bounds import Bound, SegmentBounds
+from flexgen.lowering.bounds import Bound
 from flexgen.lowering.facts import Direction, MaskFacts, analyse_mask
 from flexgen.lowering.intervals import Interval
 from flexgen.lowering.symbols import TRUE
@@ -34,9 +34,8 @@ class Grid:
             found[name] = torch.arange(size).reshape([-1 if i == place else 1 for i in range(4)])
         return found
 
-    def value(self, node: Node, **corners: int) -> Tensor:
-        inputs = {**self.inputs(), **{name: torch.tensor(value) for name, value in corners.items()}}
-        return evaluate(Graph("mask", "part", node), inputs, self.buffers, self.scalars)
+    def value(self, node: Node, **corners: Tensor) -> Tensor:
+        return evaluate(Graph("mask", "part", node), {**self.inputs(), **corners}, self.buffers, self.scalars)
 
     def mask(self, mask: Node) -> Tensor:
         """The live entries, [B, H, Q, KV]."""
@@ -54,12 +53,12 @@ class Tile:
     hi: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Visits:
     """How many tiles are visited, and how many hold a live entry."""
 
-    visited: int = 0
-    ideal: int = 0
+    visited: int
+    ideal: int
 
 
 class Checker:
@@ -97,49 +96,53 @@ class Checker:
         value = value.reshape([1] * (4 - value.ndim) + list(value.shape))
         return value if self.axis is Axis.KV else value.transpose(2, 3)
 
-    def tiles(self, size: int, heads: int) -> Iterator[Tile]:
+    def tiles(self, size: int, heads: int) -> list[Tile]:
         rows = self.live.shape[2]
-        for b in range(self.grid.batches):
-            for h in range(0, self.grid.heads, heads):
-                for lo in range(0, rows, size):
-                    yield Tile(b, h, min(h + heads, self.grid.heads) - 1, lo, min(lo + size, rows) - 1)
+        return [
+            Tile(b, h, min(h + heads, self.grid.heads) - 1, lo, min(lo + size, rows) - 1)
+            for b in range(self.grid.batches)
+            for h in range(0, self.grid.heads, heads)
+            for lo in range(0, rows, size)
+        ]
 
     def check_tiles(self, size: int, columns: int, heads: int = 1) -> Visits:
         """Every live entry is visited, full ranges are live in full, and count tiles of `columns` columns."""
-        visits = Visits()
-        for tile in self.tiles(size, heads):
-            live = self.live[tile.b, tile.h_lo : tile.h_hi + 1, tile.lo : tile.hi + 1]
-            visited = torch.zeros(self.length, dtype=torch.bool)
-            tiles = torch.zeros(-(-self.length // columns), dtype=torch.bool)
-            for segment in self.direction.segments:
-                lo, hi = self._range(segment.visit_lo, segment.visit_hi, tile)
-                visited[lo:hi] = True
-                if lo < hi:
-                    tiles[lo // columns : -(-hi // columns)] = True
-                self._check_full(segment, tile, live)
-            assert not (live & ~visited).any(), f"a live entry of {tile} is not visited"
-            visits.visited += int(tiles.sum())
-            visits.ideal += len({int(i) // columns for i in live.flatten(0, 1).any(0).nonzero()})
-        return visits
+        tiles = self.tiles(size, heads)
+        visited = torch.zeros(len(tiles), self.length, dtype=torch.bool)
+        full = torch.zeros_like(visited)
+        touched = torch.zeros(len(tiles), -(-self.length // columns), dtype=torch.bool)
+        for segment in self.direction.segments:
+            visited |= self._between(segment.visit_lo, segment.visit_hi, tiles, 1)
+            touched |= self._between(segment.visit_lo, segment.visit_hi, tiles, columns)
+            if segment.full_lo is not None and segment.full_hi is not None:
+                full |= self._between(segment.full_lo, segment.full_hi, tiles, 1)
+        some = torch.stack([self._of_tile(tile).any(0).any(0) for tile in tiles])
+        every = torch.stack([self._of_tile(tile).all(0).all(0) for tile in tiles])
+        assert not (some & ~visited).any(), "a live entry is not visited"
+        assert not (full & ~every).any(), "a masked entry lies in a full range"
+        padded = torch.nn.functional.pad(some, (0, -self.length % columns))
+        return Visits(int(touched.sum()), int(padded.unflatten(1, (-1, columns)).any(2).sum()))
 
-    def _check_full(self, segment: SegmentBounds, tile: Tile, live: Tensor) -> None:
-        if segment.full_lo is not None and segment.full_hi is not None:
-            lo, hi = self._range(segment.full_lo, segment.full_hi, tile)
-            assert live[..., lo:hi].all(), f"the full range [{lo}, {hi}) of {tile} is not live in full"
+    def _of_tile(self, tile: Tile) -> Tensor:
+        return self.live[tile.b, tile.h_lo : tile.h_hi + 1, tile.lo : tile.hi + 1]
 
-    def _range(self, lo: Bound, hi: Bound, tile: Tile) -> tuple[int, int]:
-        return self._end(lo, tile), self._end(hi, tile)
+    def _between(self, lo: Bound, hi: Bound, tiles: list[Tile], columns: int) -> Tensor:
+        """Which groups of columns a range touches, [tiles, groups]."""
+        start, stop = (self._ends(bound, tiles)[:, None] for bound in (lo, hi))
+        group = torch.arange(-(-self.length // columns))
+        return (start < stop) & (group >= start // columns) & (group < (stop + columns - 1) // columns)
 
-    def _end(self, bound: Bound, tile: Tile) -> int:
+    def _ends(self, bound: Bound, tiles: list[Tile]) -> Tensor:
+        """The bound of each tile, clamped to the axis as kernels do."""
         if bound.reduce is None:
             names = ("q_lo", "q_hi") if self.axis is Axis.KV else ("kv_lo", "kv_hi")
-            corners = {"b": tile.b, "h_lo": tile.h_lo, "h_hi": tile.h_hi, names[0]: tile.lo, names[1]: tile.hi}
-            value = self.grid.value(bound.node, **corners)
-        else:
-            rows = self._rows(bound.node).expand(self.grid.batches, self.grid.heads, self.live.shape[2], 1)
-            rows = rows[tile.b, tile.h_lo : tile.h_hi + 1, tile.lo : tile.hi + 1]
-            value = rows.min() if bound.reduce == "min" else rows.max()
-        return int(value.clamp(0, self.length))
+            fields = zip(("b", "h_lo", "h_hi", *names), ("b", "h_lo", "h_hi", "lo", "hi"), strict=True)
+            corners = {name: torch.tensor([getattr(tile, field) for tile in tiles]) for name, field in fields}
+            return self.grid.value(bound.node, **corners).clamp(0, self.length).expand(len(tiles))
+        rows = self._rows(bound.node).expand(self.grid.batches, self.grid.heads, self.live.shape[2], 1)
+        parts = [rows[tile.b, tile.h_lo : tile.h_hi + 1, tile.lo : tile.hi + 1] for tile in tiles]
+        reduced = [part.min() if bound.reduce == "min" else part.max() for part in parts]
+        return torch.stack(reduced).clamp(0, self.length)
 
 
 def check_mask(mask: Node, grid: Grid, facts: MaskFacts | None = None) -> None:
@@ -167,7 +170,3 @@ def visits(mask: Node, grid: Grid, axis: Axis, size: int = 4, columns: int = 4, 
     facts = analyse_mask(Graph("mask", "mask", mask))
     direction = facts.kv if axis is Axis.KV else facts.q
     return Checker(mask, direction, axis, grid).check_tiles(size, columns, heads)
-
-
-def with_scalars(grid: Grid, **scalars: int) -> Grid:
-    return replace(grid, scalars={**grid.scalars, **scalars})

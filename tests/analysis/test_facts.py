@@ -121,20 +121,20 @@ def test_no_mask_visits_every_key_and_is_safe_where_keys_exist() -> None:
     facts = analyse_mask(None)
     assert facts.tier is Tier.NO_MASK
     assert texts(facts.kv) == ["0, KV_LEN | 0, KV_LEN"]
-    assert [expression_text(given) for given in facts.rows_safe.assumptions] == ["0 < KV_LEN"]
+    assert [expression_text(given) for given in facts.rows_safe.assumptions] == ["1 <= KV_LEN"]
 
 
 @pytest.mark.parametrize(
     ("mask", "because"),
     [
-        (CAUSAL, "kv_idx == 0 always passes the mask, given 0 < KV_LEN"),
+        (CAUSAL, "kv_idx == 0 always passes the mask, given 1 <= KV_LEN"),
         (test("gt", K, Q), "kv_idx == q_idx + 1 always passes the mask, given Q_LEN < KV_LEN"),
         (
             test("and", CAUSAL, test("le", DISTANCE, scalar("window"))),
             "kv_idx == q_idx always passes the mask, given 0 <= window and Q_LEN <= KV_LEN",
         ),
         (test("and", DOCUMENTS, CAUSAL), "kv_idx == q_idx always passes the mask, given Q_LEN <= KV_LEN"),
-        (test("lt", K, index("add", Q, 3)), "kv_idx == 0 always passes the mask, given 0 < KV_LEN"),
+        (test("lt", K, index("add", Q, 3)), "kv_idx == 0 always passes the mask, given 1 <= KV_LEN"),
     ],
 )
 def test_rows_are_proven_safe_by_a_witness(mask: Node, because: str) -> None:

@@ -53,7 +53,7 @@ def test_python_branch_on_a_traced_value_names_the_construct_and_the_fix(name: s
         (lambda s, b, h, q, k: TABLE.__setitem__(0, s) or s, "TABLE.__setitem__(0, s)"),
         (lambda s, b, h, q, k: s + torch.rand(()), "torch.rand(())"),
         (lambda s, b, h, q, k: torch.atan(s), "torch.atan(s)"),
-        (lambda s, b, h, q, k: TABLE.cumsum(0)[q], "TABLE.cumsum(0)"),
+        (lambda s, b, h, q, k: TABLE.sort().values[q], "TABLE.sort()"),
         (lambda s, b, h, q, k: s + TABLE[q > k].sum(), "TABLE[q > k]"),
         (lambda s, b, h, q, k: s + TABLE[s], "TABLE[s]"),
         (lambda s, b, h, q, k: s.detach() + s, "s.detach()"),

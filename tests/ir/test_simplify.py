@@ -123,6 +123,8 @@ UNTOUCHED = [
     "neg(sub(score, x))",  # 0.0 - 0.0 is 0.0 both ways round
     "add(add(score, 1.0), 2.0)",
     "div(score, 3.0)",
+    "div(score, 5e-324)",
+    "div(score, 1.1479437019748901e-41)",  # a power of two whose reciprocal overflows float32
     "min(score, x)",
     "ge(add(n, 3), add(q_idx, 3))",  # n + 3 may wrap
     f"le(sub({X}, 3:int32), 5:int32)",
@@ -168,6 +170,20 @@ def test_rule_rewrites(rule: str, before: str, after: str) -> None:
     assert rule in dict(simplified.fired)
     if after not in ("True", "False"):
         assert expected.fired == ()
+
+
+@pytest.mark.parametrize(("rule", "before", "after"), ONE_LINERS)
+def test_rewritten_expression_keeps_every_bit(rule: str, before: str, after: str) -> None:
+    graph = parse_graph(f"{HEADER} return {before}")  # the expression itself, with no wrapper that could hide bits
+    result = parse_graph(f"{HEADER} return {after}")
+    awkward = random_graphs.awkward_arguments()
+    buffers = {
+        **{"flag": awkward.buffers["flag"], "ids": awkward.buffers["ids"]},
+        **{"small": torch.tensor([-128, 0, 127], dtype=torch.int8), "half": torch.tensor([-0.0, 2.0]).half()},
+    }
+    for n in random_graphs.INTEGERS:
+        old, new = (evaluate(g, awkward.inputs, buffers, {"n": n, "x": -0.0}) for g in (graph, result))
+        assert random_graphs.same_bits(old, new), n
 
 
 @pytest.mark.parametrize("expression", UNTOUCHED)

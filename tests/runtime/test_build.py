@@ -106,6 +106,13 @@ def add(left, right, out, length):
         assert caught.value.where.text == "    return value + tl.arange(0, 8)"
         assert caught.value.where.line == (HEADER + text).splitlines().index("    return value + tl.arange(0, 8)") + 1
 
+    def test_the_assembler_is_quoted_and_dumps_nothing(self, load: Load, capfd: pytest.CaptureFixture[str]):
+        with pytest.raises(KernelCompileError, match="attention does not compile for sm_80") as caught:
+            compile_attention(load, "sm_80", maxnreg=16)
+        assert caught.value.why is not None
+        assert "register" in caught.value.why
+        assert capfd.readouterr().out == ""
+
     def test_options_of_another_backend_are_refused(self, load: Load):
         with pytest.raises(OptionError, match="sm_80 has no compiler option 'waves_per_eu'"):
             compile_add(load(kernels.ADD), extra_options={"waves_per_eu": 2})

@@ -183,6 +183,25 @@ def test_loops_and_conditions_on_scalars(load: Load, start: int, stop: int, tota
     assert out.item() == total
 
 
+BY_NAME = """
+from triton.language import float32 as real, cdiv
+
+KIND = tl.constexpr(real)
+
+
+@triton.jit
+def by_name(out, length):
+    tl.store(out, tl.full([4], cdiv(length, 4), KIND) + tl.arange(0, 4).to(real) + out.dtype.element_ty.itemsize)
+"""
+
+
+def test_names_imported_from_the_language_and_types_as_constants(load: Load):
+    module = load(BY_NAME.replace("tl.store(out,", "tl.store(out + tl.arange(0, 4),"))
+    out = torch.zeros(4)
+    interpret(module, "by_name", (1, 1, 1), [out, 9])
+    assert out.tolist() == [7.0, 8.0, 9.0, 10.0]
+
+
 NUMBERS = """
 @triton.jit
 def numbers(out, whole, fraction):

@@ -79,6 +79,11 @@ class NumpyBuilder:
         interpreter.TensorHandle = Value
         self.position = GridPosition()
 
+    @property
+    def grid_idx(self) -> tuple[int, int, int]:
+        """Where the inherited device_print says it is."""
+        return self.position.index
+
     def create_get_program_id(self, axis: int) -> Any:
         return Value(np.array([self.position.index[axis]], dtype=np.int32), self.tl.int32)
 

@@ -1,0 +1,138 @@
+"""The arguments that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flexgen.commands.user_file import parse_file_spec
+
+SHAPE_NAMES = "B,Hq,Hkv,Lq,Lk,Dqk,Dv"
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+STDOUT = "-"  # as a directory for --dump-code: print instead
+
+
+class Shape(NamedTuple):
+    """The sizes of a call: query [B, Hq, Lq, Dqk], key [B, Hkv, Lk, Dqk], value [B, Hkv, Lk, Dv]."""
+
+    B: int
+    Hq: int
+    Hkv: int
+    Lq: int
+    Lk: int
+    Dqk: int
+    Dv: int
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+DEFAULT_SHAPE = Shape(1, 4, 4, 1024, 1024, 64, 64)
+
+
+def add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file",
+        metavar="FILE[:name[,name]]",
+        type=parse_file_spec,
+        help="a Python file that defines score_mod and/or mask_mod, or an Attention named attention; or the names of "
+        "functions in it, of which one with 5 parameters is a score_mod and one with 4 a mask_mod",
+    )
+
+
+def add_problem(parser: argparse.ArgumentParser, *, dtype: str, target: bool = True) -> None:
+    """Add what makes a file's mods an attention problem: shape, dtype, options and, mostly, the target."""
+    parser.add_argument(
+        "--shape",
+        type=parse_shape,
+        metavar=SHAPE_NAMES,
+        help=f"sizes of query, key and value (default: SHAPE of the file, or {DEFAULT_SHAPE})",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=parse_dtype,
+        default=dtype,
+        metavar="DTYPE",
+        help=f"element type: {', '.join(DTYPES)} (default: {dtype})",
+    )
+    parser.add_argument(
+        "--set",
+        type=parse_setting,
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="kernel options, as USE_SUBTILING=1 BLOCK_M=64; `flexgen options` lists them",
+    )
+    if target:
+        add_target(parser, "the chip to compile for, or interpret (default: this machine's GPU; without one, sm_90)")
+
+
+def add_target(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--target", metavar="TARGET", help=text)
+
+
+def add_dump_code(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dump-code",
+        metavar="DIR",
+        nargs="?",
+        const=STDOUT,
+        help="print the emitted source; with DIR, write a numbered file for each stage there",
+    )
+
+
+def add_traceback(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--traceback", action="store_true", help="show Python's traceback of an error")
+
+
+def file_first(argv: Sequence[str]) -> list[str]:
+    """Move FILE to the front, so that no option before it can take it for a value of its own.
+
+    `--dump-code FILE` would otherwise write into a directory of that name, and `--set A=1 FILE` set an option.
+    """
+    places = [place for place, argument in enumerate(argv) if _is_python_file(argument)]
+    if len(places) != 1:
+        return list(argv)
+    place = places[0]
+    return [argv[place], *argv[:place], *argv[place + 1 :]]
+
+
+def _is_python_file(argument: str) -> bool:
+    spec = parse_file_spec(argument)
+    return not argument.startswith("-") and "=" not in argument and spec.path.suffix == ".py"
+
+
+def parse_shape(text: str) -> Shape:
+    parts = text.replace("x", ",").split(",")
+    if len(parts) != len(Shape._fields) or not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a shape: give {len(Shape._fields)} numbers {SHAPE_NAMES}, such as {DEFAULT_SHAPE}"
+        )
+    return Shape(*map(int, parts))
+
+
+def parse_dtype(text: str) -> str:
+    """Return torch's name of a dtype."""
+    name = DTYPES.get(text, text)
+    if name not in DTYPES.values():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype: choose one of {', '.join(DTYPES)}")
+    return name
+
+
+def parse_setting(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, _value(value)
+
+
+def _value(text: str) -> object:
+    words: dict[str, object] = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return int(text)
+    except ValueError:
+        return text

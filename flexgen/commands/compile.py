@@ -1,0 +1,83 @@
+"""`flexgen compile`: emit a kernel, and print it, write every stage, or compile it offline and sum it up."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from flexgen.commands.arguments import STDOUT, add_dump_code, add_file, add_problem
+from flexgen.commands.console import Console, Span, wrapped
+from flexgen.commands.offline import Built, build_offline, triton_is_installed
+from flexgen.commands.resource_report import instruction_lines, resource_lines
+from flexgen.commands.subject import Subject, choose_target, load_subject
+from flexgen.lowered import Lowered
+from flexgen.lowering.triton.plan import ForwardPlan
+
+EXAMPLES = """\
+  flexgen compile causal.py                      compile for this machine's GPU, or sm_90
+  flexgen compile causal.py --dump-code          print the kernel
+  flexgen compile causal.py --dump-code out      write each stage into out/
+  flexgen compile mods.py:softcap,causal --target gfx942 --dtype fp16
+  flexgen compile causal.py --set BLOCK_M=64 num_warps=4 --shape 2,32,8,4096,4096,128,128"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_file(parser)
+    add_dump_code(parser)
+    add_problem(parser, dtype="bf16")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    subject = load_subject(arguments)
+    lowered = subject.lower(choose_target(arguments.target, console))
+    match arguments.dump_code:
+        case None:
+            _sum_up(subject, build_offline(lowered), console)
+        case where if where == STDOUT:
+            for source in lowered.source.values():
+                console.text(source)
+        case directory:
+            _write_stages(lowered, Path(directory), console)
+    return 0
+
+
+def _write_stages(lowered: Lowered, directory: Path, console: Console) -> None:
+    """Write every stage; the compiled ones last, so that a kernel that does not compile can be read."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in _stages(lowered, console):
+        (directory / name).write_text(text, encoding="utf-8")
+        console.line(str(directory / name))
+
+
+def _stages(lowered: Lowered, console: Console) -> Iterator[tuple[str, str]]:
+    yield from lowered.stages
+    target = lowered.plan.target
+    if target.backend == "interpret":
+        return
+    if not triton_is_installed():
+        console.note("triton is not installed: there is no machine code to write")
+        return
+    built = build_offline(lowered)
+    kind, text = built.assembly
+    yield f"06_{target.name}.{kind}", text
+    report = [f"{label:<20}{value}" for label, value in resource_lines(built)]
+    yield "06_resources.txt", "\n".join([*report, "", *instruction_lines(built), ""])
+
+
+def _sum_up(subject: Subject, built: Built, console: Console) -> None:
+    plan = built.lowered.plan
+    console.line(Span(f"{subject.name} for {plan.target.name}", "bold"))
+    rows = [
+        ("shape", f"{subject.shape} {str(subject.dtype).removeprefix('torch.')}"),
+        ("tile", tile_text(plan)),
+        ("keys", f"{plan.schedule.walk.value}: {plan.schedule.because}"),
+        *resource_lines(built),
+    ]
+    for label, value in rows:
+        for number, line in enumerate(wrapped(value, 80)):
+            console.line(Span(f"  {label if number == 0 else '':<18}", "cyan"), line)
+
+
+def tile_text(plan: ForwardPlan) -> str:
+    return f"{plan.BLOCK_M} queries x {plan.BLOCK_N} keys, {plan.num_warps} warps, {plan.num_stages} stages"

@@ -1,0 +1,49 @@
+"""`flexgen explain`: every decision about a kernel, its value and the reason."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from flexgen.commands.arguments import add_file, add_problem
+from flexgen.commands.console import Console, Span, wrapped
+from flexgen.commands.subject import choose_target, load_subject
+
+EXAMPLES = """\
+  flexgen explain causal.py                      what was proven about the mask, and what was decided
+  flexgen explain causal.py --target sm_80 --dtype fp32
+  flexgen explain mods.py:softcap --set USE_SUBTILING=1"""
+
+_DECISION = re.compile(r"(?P<name>\s+\w+\s+= )(?P<value>.*?)(?P<word>\s+because: )(?P<reason>.*)")
+_FACT = re.compile(r"(?P<label>  [a-z][a-z ]+?  +)(?P<rest>.*)")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_file(parser)
+    add_problem(parser, dtype="bf16")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    subject = load_subject(arguments)
+    lowered = subject.lower(choose_target(arguments.target, console))
+    write_report(lowered.explain(), console)
+    return 0
+
+
+def write_report(report: str, console: Console) -> None:
+    for line in wrapped(report):
+        console.line(*painted(line))
+
+
+def painted(line: str) -> list[Span]:
+    """Return the line as spans: section titles stand out, values more than reasons."""
+    if line and not line.startswith(" "):
+        return [Span(line, "bold")]
+    if decision := _DECISION.fullmatch(line):
+        name, value, word, reason = decision.groups()
+        return [Span(name), Span(value, "cyan"), Span(word, "dim"), Span(reason)]
+    if "rejected " in line:
+        return [Span(line, "dim")]
+    if fact := _FACT.fullmatch(line):
+        return [Span(fact["label"], "cyan"), Span(fact["rest"])]
+    return [Span(line)]

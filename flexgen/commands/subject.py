@@ -1,0 +1,97 @@
+"""What a command works on: the attention of a user's file, and tensors without storage of the wanted shape."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexgen.attention import Attention, AuxRequest
+from flexgen.commands.arguments import DEFAULT_SHAPE, SHAPE_NAMES, Shape
+from flexgen.commands.console import Console
+from flexgen.commands.user_file import UserFile, UserFileError, load_user_file
+from flexgen.lowered import Lowered
+from flexgen.lowering.targets import CONSERVATIVE_TARGET, DEFAULT_TARGET, TARGETS, target_named
+from flexgen.options import Options
+from flexgen.runtime.device_target import target_of
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """An attention and a problem to compile it for."""
+
+    name: str
+    attention: Attention
+    shape: Shape
+    dtype: torch.dtype
+
+    def tensors(self, device: torch.device | str, seed: int | None = None) -> tuple[torch.Tensor, ...]:
+        """Return query, key and value in the attention's layout: normal numbers, or without a seed unspecified ones."""
+        s = self.shape
+        sizes = ((s.B, s.Hq, s.Lq, s.Dqk), (s.B, s.Hkv, s.Lk, s.Dqk), (s.B, s.Hkv, s.Lk, s.Dv))
+        if self.attention.options.layout == "bshd":
+            sizes = tuple((b, length, heads, d) for b, heads, length, d in sizes)  # type: ignore[assignment]
+        if seed is None:
+            return tuple(torch.empty(size, dtype=self.dtype, device=device) for size in sizes)
+        random = torch.Generator().manual_seed(seed)
+        made = (torch.randn(size, generator=random, dtype=torch.float64) for size in sizes)
+        return tuple(tensor.to(device=device, dtype=self.dtype) for tensor in made)
+
+    def lower(self, target: str, aux: AuxRequest | None = None) -> Lowered:
+        """Lower without allocating query, key or value."""
+        query, key, value = self.tensors("meta")
+        return self.attention.lower(query, key, value, return_aux=aux, target=target)
+
+
+def load_subject(arguments: argparse.Namespace) -> Subject:
+    """Load the file of the command line, with its shape, dtype and options.
+
+    Raises:
+        UserFileError: the file does not load, defines no mods, or has a malformed SHAPE.
+        OptionError: an unknown option, or a value that is not allowed.
+    """
+    user = load_user_file(arguments.file)
+    attention = Attention(user.score_mod, user.mask_mod, _options(user, dict(arguments.set)))
+    shape = arguments.shape or _shape_of(user) or DEFAULT_SHAPE
+    return Subject(str(arguments.file), attention, shape, getattr(torch, arguments.dtype))
+
+
+def _options(user: UserFile, settings: dict[str, Any]) -> Options:
+    """Return the file's options with those of the command line over them."""
+    given = Options.of(settings)
+    if user.attention is None:
+        return given
+    own: Options = user.attention.options
+    groups = ("kernel", "fwd", "bwd")
+    merged = {name: dataclasses.replace(getattr(own, name), **getattr(given, name).given()) for name in groups}
+    return Options(**merged, layout=given.layout if "layout" in settings else own.layout)
+
+
+def _shape_of(user: UserFile) -> Shape | None:
+    if user.shape is None:
+        return None
+    sizes: Any = user.shape
+    if not isinstance(sizes, tuple | list) or len(sizes) != 7 or not all(type(size) is int for size in sizes):
+        raise UserFileError(
+            f"SHAPE of {user.spec.path} is {sizes!r}",
+            why="a shape is seven whole numbers",
+            fix=f"SHAPE = ({SHAPE_NAMES.replace(',', ', ')}), or pass --shape",
+        )
+    return Shape(*sizes)
+
+
+def choose_target(asked: str | None, console: Console) -> str:
+    """Return the target asked for; else this machine's GPU; else sm_90, with a note that says so."""
+    if asked is not None:
+        return target_named(asked).name
+    if not torch.cuda.is_available():
+        console.note(f"no GPU here: compiling for {DEFAULT_TARGET}; --target chooses another of {', '.join(TARGETS)}")
+        return DEFAULT_TARGET
+    name = target_of(torch.device("cuda")).name
+    if name in TARGETS:
+        return name
+    console.note(f"flexgen has no row of facts for {name}: compiling for {CONSERVATIVE_TARGET}")
+    return CONSERVATIVE_TARGET

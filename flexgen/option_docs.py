@@ -1,0 +1,168 @@
+"""What each kernel option means: the one source of `flexgen options` and of docs/options.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+BACKWARD = "Backward kernels only: refused until flexgen compiles them."
+AMD = "AMD targets only."
+
+
+@dataclass(frozen=True, slots=True)
+class OptionDoc:
+    """The documentation of one option.
+
+    Attributes:
+        values: what may be given, for people.
+        default: what flexgen decides where nothing is given.
+        summary: what it does, in a sentence or two.
+        example: a value that is accepted.
+        scope: where it applies, if not everywhere.
+    """
+
+    values: str
+    default: str
+    summary: str
+    example: Any
+    scope: str = ""
+
+
+_SIDES = "16, 32, ... 512"
+_FLAG = "True, False"
+
+OPTION_DOCS: Mapping[str, OptionDoc] = MappingProxyType(
+    {
+        "BLOCK_M": OptionDoc(
+            _SIDES, "by target, head dim and length", "Query rows that one program of the forward kernel computes.", 64
+        ),
+        "BLOCK_N": OptionDoc(
+            _SIDES, "by target, head dim and length", "Keys that the forward kernel visits in one step.", 64
+        ),
+        "BLOCK_M1": OptionDoc(_SIDES, "-", "Query rows of a step of the dK/dV kernel.", 64, BACKWARD),
+        "BLOCK_N1": OptionDoc(_SIDES, "-", "Keys of a program of the dK/dV kernel.", 64, BACKWARD),
+        "BLOCK_M2": OptionDoc(_SIDES, "-", "Query rows of a program of the dQ kernel.", 64, BACKWARD),
+        "BLOCK_N2": OptionDoc(_SIDES, "-", "Keys of a step of the dQ kernel.", 64, BACKWARD),
+        "num_warps": OptionDoc(
+            "1, 2, 4, ... 32", "by tile", "Warps (AMD: wavefronts) of a program; they share the rows of its tile.", 4
+        ),
+        "num_stages": OptionDoc(
+            "1 to 8",
+            "the deepest that fits",
+            "Depth of the software pipeline: how many steps ahead keys and values are fetched. Each stage takes "
+            "shared memory for one tile of both.",
+            2,
+        ),
+        "PRESCALE_QK": OptionDoc(
+            _FLAG,
+            "False",
+            "Multiply the query by the scale once, in its own dtype, instead of each score in float32: fewer "
+            "multiplications, one rounding more.",
+            True,
+        ),
+        "USE_SUBTILING": OptionDoc(
+            _FLAG,
+            "False",
+            "Rescale the accumulator in two halves of its columns, to the same result bit for bit. Selects the TRITON "
+            "backend.",
+            True,
+        ),
+        "ROWS_GUARANTEED_SAFE": OptionDoc(
+            _FLAG,
+            "what is proved of the mask",
+            "A promise that each query has a live key, which drops the check for rows without one. Believed only "
+            "where flexgen proves it; a wrong promise is harmless.",
+            True,
+        ),
+        "BLOCKS_ARE_CONTIGUOUS": OptionDoc(
+            _FLAG,
+            "False",
+            "A promise that the key blocks which a block mask lists for a row are consecutive, so that only the first "
+            "index is read. Checked against the lists.",
+            True,
+        ),
+        "WRITE_DQ": OptionDoc(_FLAG, "-", "Write dQ from the dQ kernel.", True, BACKWARD),
+        "FORCE_USE_FLEX_ATTENTION": OptionDoc(
+            _FLAG, "False", "Use the general forward kernel also for few queries: selects the TRITON backend.", True
+        ),
+        "USE_TMA": OptionDoc(
+            _FLAG,
+            "False",
+            "Fetch keys and values with the bulk copy engine of sm_90 and later. They need unit-stride rows on 16-byte "
+            "boundaries. Selects the TRITON backend.",
+            True,
+        ),
+        "BACKEND": OptionDoc(
+            "AUTO, TRITON, TRITON_DECODE, GLUON",
+            "AUTO",
+            "Which kind of kernel to emit. This version has TRITON; the others are refused. torch's FLASH is not part "
+            "of flexgen.",
+            "TRITON",
+        ),
+        "kpack": OptionDoc("1, 2", "Triton's", "Elements packed for each matrix instruction's operand.", 2, AMD),
+        "matrix_instr_nonkdim": OptionDoc(
+            "0, 16, 32", "Triton's", "Rows and columns of a matrix instruction; 0 lets Triton choose.", 16, AMD
+        ),
+        "waves_per_eu": OptionDoc(
+            "0 to 8", "Triton's", "Wavefronts that registers are rationed for on each unit; 0 is no limit.", 2, AMD
+        ),
+        "FLOAT32_PRECISION": OptionDoc(
+            "ieee, tf32, tf32x3",
+            "ieee",
+            "How float32 matrices are multiplied: in full, in TF32 with 10 bits of mantissa, or in three TF32 products.",
+            "tf32",
+        ),
+        "FAST_TANH": OptionDoc(
+            _FLAG,
+            "True for half-precision inputs on NVIDIA",
+            "Compute tanh in score_mod with the hardware's approximation, wrong by at most 2**-11.",
+            False,
+        ),
+    }
+)
+
+LAYOUT = OptionDoc(
+    "bhsd, bshd",
+    "bhsd",
+    "Order of the dimensions of query, key, value and output: batch, heads, sequence, head dim; or sequence before heads.",
+    "bshd",
+)
+
+PREFIX_NOTE = (
+    "Each name but `layout` also exists with the prefix `fwd_` and `bwd_`, for the forward or the backward kernels "
+    "alone; a prefixed option wins. An unknown name, or a choice that cannot be honoured, is an error that says why."
+)
+
+_PAGE = """\
+# Kernel options
+
+<!-- Written by `flexgen options --markdown` from flexgen/option_docs.py; edit it there. -->
+
+Options keep Inductor's names, so that those of torch's flex_attention carry over. Pass them as a dict, or as a typed
+`flexgen.Options`:
+
+```python
+attention = flexgen.compile(score_mod, mask_mod, options={{"BLOCK_M": 64, "fwd_num_warps": 4}})
+```
+
+On the command line: `flexgen compile FILE --set BLOCK_M=64 fwd_num_warps=4`. What is not given, flexgen decides;
+`flexgen explain FILE` prints each decision with its reason.
+
+{note}
+
+| option | values | default | what it does |
+| --- | --- | --- | --- |
+{rows}
+"""
+
+
+def markdown() -> str:
+    """Return the text of docs/options.md."""
+    rows = "\n".join(_row(name, doc) for name, doc in {**OPTION_DOCS, "layout": LAYOUT}.items())
+    return _PAGE.format(note=PREFIX_NOTE, rows=rows)
+
+
+def _row(name: str, doc: OptionDoc) -> str:
+    return f"| `{name}` | {doc.values} | {doc.default} | {f'{doc.summary} {doc.scope}'.strip()} |"

@@ -1,0 +1,64 @@
+"""A launch whose shapes, strides and kernel are settled: only addresses and captured numbers change per call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from flexgen.codegen.source import Role
+from flexgen.runtime.bind import bind
+from flexgen.runtime.describe import Launch
+from flexgen.runtime.kernel import Kernel
+from flexgen.runtime.outputs import OutputForm
+
+
+def tensor_form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """Return everything about a tensor that a prepared launch depends on."""
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15)
+
+
+class Prepared:
+    """One kernel with the arguments of one form of call.
+
+    Args:
+        kernel, launch: what to run, and a launch of this form; captured values in the order a reading lists them.
+        outputs: how to allocate the outputs.
+        keep: objects whose identity is part of the form, kept alive.
+    """
+
+    def __init__(self, kernel: Kernel, launch: Launch, outputs: OutputForm, keep: tuple[object, ...]) -> None:
+        args = kernel.args
+        self._outputs = outputs
+        self._execute = kernel.execute
+        self._grid = kernel.grid(launch)
+        self._keep = keep
+        self._values: list[Any] = list(bind(args, launch, outputs.allocate(launch.tensors["query"].to("meta"))))
+        buffers, scalars = list(launch.buffers), list(launch.scalars)
+        self._tensors = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TENSOR]
+        self._buffers = [(at, buffers.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.BUFFER]
+        self._scalars = [(at, scalars.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.SCALAR]
+        for at, _ in (*self._tensors, *self._buffers):
+            self._values[at] = None
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        scalars: Sequence[int | float],
+    ) -> dict[str, torch.Tensor]:
+        """Launch with these tensors and captured values; return the outputs."""
+        outputs = self._outputs.allocate(query)
+        tensors = {"query": query, "key": key, "value": value, **outputs}
+        values = self._values.copy()
+        for at, name in self._tensors:
+            values[at] = tensors[name]
+        for at, index in self._buffers:
+            values[at] = buffers[index]
+        for at, index in self._scalars:
+            values[at] = scalars[index]
+        self._execute(self._grid, values)
+        return outputs
