@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import difflib
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,20 +16,20 @@ from typing import Any, NoReturn
 
 from flexgen import __version__
 from flexgen.commands.arguments import add_dump_code, add_problem, add_traceback, file_first
-from flexgen.commands.console import Console
-from flexgen.commands.user_file import FileSpec
+from flexgen.commands.console import WIDTH, Console, wrapped
+from flexgen.commands.file_spec import FileSpec
 from flexgen.errors import FlexgenError, InternalError
 
 OK, FAILED, REFUSED, BUG, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 
 # A command's module has `configure(parser)`, `run(arguments, console) -> exit code` and EXAMPLES. It is imported when
-# the command is used, so that help and completion wait for no torch.
+# the command is used, so that `flexgen --help`, options and cache wait for no torch.
 COMMANDS = {
-    "compile": "compile a file's mods; print or write the kernel with --dump-code",
-    "explain": "say what was proven about the mods, and why each decision was made",
+    "compile": "compile a file; --dump-code prints or writes the kernel",
+    "explain": "say what was proven, and why each decision was made",
     "check": "compile, run, and compare with float64",
-    "mask": "show what the compiler knows about the mask, and the tiles it visits",
-    "resources": "registers, spills, shared memory and instructions on one or more chips",
+    "mask": "show what is known about the mask, and the tiles visited",
+    "resources": "registers, spills, shared memory, instructions, on any chip",
     "options": "list the kernel options",
     "cache": "where emitted sources are kept; list or delete them",
 }
@@ -58,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; those of the process by default.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return _quietly(lambda: _parse_and_run(arguments))
+
+
+def _parse_and_run(arguments: list[str]) -> int:
     parser = _program()
     if not arguments:
         parser.print_help()
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args([command, *file_first(rest)])
     except SystemExit as leaving:  # --help, --version, or a usage error that has been told
         return _code(leaving)
-    return guarded(parsed.run, parsed)
+    return _guarded(parsed.run, parsed)
 
 
 def run_file(path: str, argv: Sequence[str] | None = None) -> int:
@@ -88,7 +93,7 @@ def run_file(path: str, argv: Sequence[str] | None = None) -> int:
     except SystemExit as leaving:
         return _code(leaving)
     parsed.file = FileSpec(file)
-    return guarded(_check_or_compile, parsed)
+    return _quietly(lambda: _guarded(_check_or_compile, parsed))
 
 
 def _check_or_compile(arguments: argparse.Namespace, console: Console) -> int:
@@ -105,8 +110,11 @@ class _Parser(argparse.ArgumentParser):
     """A parser that keeps the line breaks of its texts and names the nearest command."""
 
     def __init__(self, **settings: Any) -> None:
-        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
+
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        width = min(shutil.get_terminal_size().columns, WIDTH)
+        return argparse.RawDescriptionHelpFormatter(self.prog, max_help_position=26, width=width)
 
     def error(self, message: str) -> NoReturn:
         self.exit(REFUSED, f"{self.prog}: {message}\nsee {self.prog} --help\n")
@@ -136,10 +144,16 @@ class _Program(_Parser):
 
 
 def _program() -> _Program:
-    parser = _Program(prog="flexgen", description=_DESCRIPTION, epilog=_EPILOG)
+    usage = "flexgen [-h] [--version] COMMAND ..."
+    parser = _Program(prog="flexgen", usage=usage, description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"flexgen {__version__}")
     commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", dest="command", required=True, parser_class=_CommandParser
+        title="commands",
+        prog=parser.prog,
+        metavar="COMMAND ...",
+        dest="command",
+        required=True,
+        parser_class=_CommandParser,
     )
     for name, summary in COMMANDS.items():
         commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
@@ -156,8 +170,24 @@ def _code(leaving: SystemExit) -> int:
 
 # Running.
 
+_PROSE = ("error: ", "bug in flexgen: ", "  why: ", "  fix: ")  # not the user's line and its carets
 
-def guarded(run: Callable[[argparse.Namespace, Console], int], arguments: argparse.Namespace) -> int:
+
+def _quietly(run: Callable[[], int]) -> int:
+    """Run, and leave without a word when the reader of the output has gone or the user interrupts."""
+    try:
+        code = run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError, ValueError):  # what is still buffered goes nowhere at the interpreter's end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def _guarded(run: Callable[[argparse.Namespace, Console], int], arguments: argparse.Namespace) -> int:
     """Run a command and turn what it raises into a message and an exit code.
 
     What the user's own code prints goes to standard error, so that standard output holds the result alone.
@@ -168,10 +198,7 @@ def guarded(run: Callable[[argparse.Namespace, Console], int], arguments: argpar
             code = run(arguments, console)
         console.flush()
     except BrokenPipeError:
-        _silence_stdout()
-        return BROKEN_PIPE
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        raise
     except InternalError as error:
         return _tell_bug(error, console, arguments.traceback)
     except FlexgenError as error:
@@ -185,9 +212,9 @@ def guarded(run: Callable[[argparse.Namespace, Console], int], arguments: argpar
 def _tell(message: str, console: Console, with_traceback: bool) -> None:
     if with_traceback:
         console.note(traceback.format_exc(), "")
-    first, _, rest = message.partition("\n")
-    console.note(first, "red")
-    console.note(rest, "")
+    for number, line in enumerate(message.splitlines()):
+        for part in wrapped(line) if line.startswith(_PROSE) else [line]:
+            console.note(part, "red" if number == 0 else "")
 
 
 def _tell_bug(error: Exception, console: Console, with_traceback: bool) -> int:
@@ -195,9 +222,3 @@ def _tell_bug(error: Exception, console: Console, with_traceback: bool) -> int:
     hint = "" if with_traceback else "; --traceback shows where"
     _tell(f"bug in flexgen: {told}\n  please report it{hint}", console, with_traceback)
     return BUG
-
-
-def _silence_stdout() -> None:
-    """The reader has gone: let the interpreter flush into nothing at its end."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,7 +9,8 @@ from flexgen.lowering.decision import Decision
 from flexgen.lowering.facts import MaskFacts
 from flexgen.lowering.triton.plan import ForwardPlan
 
-_WIDTH = 118
+_WIDTH = 100
+_BECAUSE = 42  # the column at which reasons begin, past the longest names and usual values
 
 
 def explain(plan: ForwardPlan, facts: MaskFacts, simplified: Simplified) -> str:
@@ -33,9 +34,10 @@ def _schedule(plan: ForwardPlan) -> str:
 
 def _decision(decision: Decision) -> list[str]:
     head = f"  {decision.name:<22} = {_value(decision.value)}"
-    because = textwrap.wrap(decision.because, _WIDTH - 31, break_long_words=False)
-    lines = [f"{head:<46} because: {because[0] if because else ''}"]
-    lines += [" " * 56 + more for more in because[1:]]
+    word = f"{head:<{_BECAUSE}} because: "
+    because = textwrap.wrap(decision.because, _WIDTH - len(word), break_long_words=False)
+    lines = [word + (because[0] if because else "")]
+    lines += [" " * len(word) + more for more in because[1:]]
     lines += [f"{'':<28}rejected {rejected.value}: {rejected.because}" for rejected in decision.rejected]
     return lines
 

@@ -111,7 +111,7 @@ OPTION_DOCS: Mapping[str, OptionDoc] = MappingProxyType(
         "FLOAT32_PRECISION": OptionDoc(
             "ieee, tf32, tf32x3",
             "ieee",
-            "How float32 matrices are multiplied: in full, in TF32 with 10 bits of mantissa, or in three TF32 products.",
+            "How float32 matrices are multiplied: in full, in TF32 (10 bits of mantissa), or in three TF32 products.",
             "tf32",
         ),
         "FAST_TANH": OptionDoc(
@@ -126,13 +126,39 @@ OPTION_DOCS: Mapping[str, OptionDoc] = MappingProxyType(
 LAYOUT = OptionDoc(
     "bhsd, bshd",
     "bhsd",
-    "Order of the dimensions of query, key, value and output: batch, heads, sequence, head dim; or sequence before heads.",
+    "Order of dimensions of query, key, value and output: batch, heads, sequence, head dim; or sequence before heads.",
     "bshd",
 )
 
 PREFIX_NOTE = (
     "Each name but `layout` also exists with the prefix `fwd_` and `bwd_`, for the forward or the backward kernels "
     "alone; a prefixed option wins. An unknown name, or a choice that cannot be honoured, is an error that says why."
+)
+
+# The template variables of a kernel that are no options: what follows from the call.
+VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
+    {
+        "QK_HEAD_DIM": "Head dim of query and key.",
+        "QK_HEAD_DIM_ROUNDED": "The tile's: the next power of two, at least 16.",
+        "V_HEAD_DIM": "Head dim of value and output.",
+        "V_HEAD_DIM_ROUNDED": "The tile's: the next power of two, at least 16.",
+        "SAFE_HEAD_DIM": "Both head dims are their rounded ones, so that no load masks the head dim.",
+        "IS_DIVISIBLE": "Both lengths are multiples of the tile, so that no load masks queries or keys.",
+        "SM_SCALE": "The softmax scale, where it is a constant of the kernel; else the argument sm_scale.",
+        "SCALE_LOG2_E": "SM_SCALE * log2(e): the kernel computes exponentials with base 2.",
+        "GQA_SHARED_HEADS": "Query heads that share a key and value head.",
+        "SPARSE_Q_BLOCK_SIZE": "Queries of a block of the block mask; 0 without one.",
+        "SPARSE_KV_BLOCK_SIZE": "Keys of a block of the block mask; 0 without one.",
+        "HAS_FULL_BLOCKS": "The block mask lists blocks that need no mask apart.",
+        "OUTPUT_LOGSUMEXP": "The logsumexp of each row is written.",
+        "OUTPUT_MAX": "The largest score of each row is written.",
+        "FOLD_SCALE": "Scale and log2(e) are one factor inside the exponential: there is no score_mod.",
+        "SUBTRACT_FIRST": "The row's maximum is subtracted before scores are multiplied by log2(e), for scores near "
+        "the float32 minimum.",
+        "ROW_MAX_FLOOR": "Where a row's running maximum starts: finite, so that a row without a live key gives no NaN.",
+        "index_map": "Query heads that are packed into the rows of one tile.",
+        "shared_bytes": "Shared memory that the tile needs, an upper bound.",
+    }
 )
 
 _PAGE = """\
@@ -155,13 +181,22 @@ On the command line: `flexgen compile FILE --set BLOCK_M=64 fwd_num_warps=4`. Wh
 | option | values | default | what it does |
 | --- | --- | --- | --- |
 {rows}
+
+## Template variables
+
+They stand at the top of each emitted kernel, or are decisions that `explain` prints. Besides the options:
+
+| variable | meaning |
+| --- | --- |
+{variables}
 """
 
 
 def markdown() -> str:
     """Return the text of docs/options.md."""
     rows = "\n".join(_row(name, doc) for name, doc in {**OPTION_DOCS, "layout": LAYOUT}.items())
-    return _PAGE.format(note=PREFIX_NOTE, rows=rows)
+    variables = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in VARIABLE_DOCS.items())
+    return _PAGE.format(note=PREFIX_NOTE, rows=rows, variables=variables)
 
 
 def _row(name: str, doc: OptionDoc) -> str:

@@ -52,7 +52,8 @@ class Problem:
 
 LENGTH_BUCKETS = (16, 32, 64, 128)
 DIVISOR = 128  # one divisibility class only: a decode loop then needs at most two kernels
-INDEX_LIMIT = 1 << 30  # below this, sums and differences of indices fit 32 bits
+INDEX_LIMIT = 1 << 29  # below this, sums of a few indices and a buffer's size fit 32 bits
+SIZE_LIMIT = 1 << 30  # sizes of buffers that are addressed with 32 bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from flexgen.capture.builder import NodeBuilder
 from flexgen.capture.numbers import NeedsConstant, NumberNode, number_node
 from flexgen.capture.refusals import unsupported
+from flexgen.capture.stand_in import empty_stand_in
 from flexgen.capture.values import Dim, Indices, Refused, Value, is_too_deep, scalar_value
 from flexgen.ir.dtypes import fits
 from flexgen.ir.graph import Node, const, make
@@ -122,7 +123,7 @@ def _no_element(indices: Indices) -> Node:
 def _stand_in(arg: object) -> Any:
     """Return something with the arg's dtype and rank class for torch.result_type."""
     if isinstance(arg, Value):
-        return torch.empty((1,) * len(arg.dims), dtype=arg.dtype, device="meta")
+        return empty_stand_in((1,) * len(arg.dims), arg.dtype)
     node = number_node(arg)
     return arg if node is None else node.hint
 

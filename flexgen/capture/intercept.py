@@ -108,7 +108,7 @@ def _getitem(tracer: Tracing, func: Any, args: Sequence[Any], kwargs: Mapping[st
 
 def _index_item(tracer: Tracing, item: Any) -> Any:
     if isinstance(item, list | range):
-        item = torch.tensor(list(item), dtype=torch.int64)
+        item = torch.tensor(list(item), dtype=torch.int64, device="cpu")
     if isinstance(item, torch.Tensor):
         return tracer.value_of(tracer.swap(item))
     if isinstance(item, bool):
@@ -169,6 +169,12 @@ def _data(tracer: Tracing, func: Any, args: Sequence[Any], kwargs: Mapping[str, 
     return torch.ops.aten.detach(tensor) if tracer.is_traced(tensor) else func(*args, **kwargs)
 
 
+def _new_tensor(tracer: Tracing, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    tensor = tracer.swap(args[0])
+    data = args[1] if len(args) > 1 else kwargs.get("data")
+    return torch.tensor(data, dtype=kwargs.get("dtype") or tensor.dtype, device="cpu")
+
+
 _T: Any = torch.Tensor  # getters such as `Tensor.shape.__get__` are unknown to the type stubs
 _NO_AUTOGRAD = _refuser(
     "the mod runs autograd",
@@ -188,5 +194,6 @@ INTERCEPTED: dict[Any, Interceptor] = {
     _T.device.__get__: _device,
     _T.is_cuda.__get__: _is_cuda,
     _T.to: _to,
+    _T.new_tensor: _new_tensor,
     _T.data.__get__: _data,
 }

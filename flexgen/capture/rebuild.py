@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Mapping, Sequence
@@ -74,10 +75,10 @@ class _Rebuilder:
         namespace = function.__globals__
         if any(child.step.kind is StepKind.GLOBAL for child in children):
             namespace = dict(namespace)
-        copy = types.FunctionType(function.__code__, namespace, function.__name__, None, tuple(cells))
-        copy.__dict__.update(function.__dict__)
-        copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
-        self._done[slot.index] = copy
+        new = types.FunctionType(function.__code__, namespace, function.__name__, None, tuple(cells))
+        new.__dict__.update(function.__dict__)
+        new.__qualname__, new.__module__ = function.__qualname__, function.__module__
+        self._done[slot.index] = new
         defaults, keywords = list(function.__defaults__ or ()), dict(function.__kwdefaults__ or {})
         places: dict[StepKind, Any] = {
             StepKind.GLOBAL: namespace,
@@ -89,8 +90,8 @@ class _Rebuilder:
                 cells[int(child.step.key)].cell_contents = self.value(child)
             else:
                 places[child.step.kind][child.step.key] = self.value(child)
-        copy.__defaults__, copy.__kwdefaults__ = tuple(defaults) or None, keywords or None
-        return copy
+        new.__defaults__, new.__kwdefaults__ = tuple(defaults) or None, keywords or None
+        return new
 
     def _cells(self, function: types.FunctionType, children: Sequence[Slot]) -> list[tuple[bool, types.CellType]]:
         new = {child.step.key for child in children if child.step.kind is StepKind.CELL}
@@ -120,18 +121,17 @@ class _Rebuilder:
     def _object(self, slot: Slot, children: Sequence[Slot]) -> Any:
         """Copy an object without running its code: a fresh instance with the same dictionary, partly replaced."""
         original = slot.value
-        if isinstance(original, type) or not hasattr(original, "__dict__"):
+        if isinstance(original, type):
             raise CannotSubstitute(slot.path)
-        copy: Any = types.ModuleType(original.__name__) if isinstance(original, types.ModuleType) else None
-        if copy is None:
-            copy = object.__new__(type(original))
-        copy.__dict__.update(original.__dict__)
-        self._done[slot.index] = copy
+        new = self._done[slot.index] = _shallow_copy(original)
         for child in children:
-            self._set_attribute(copy, original, child)
-        return copy
+            self._set_attribute(new, original, child)
+        return new
 
     def _set_attribute(self, copy: Any, original: object, child: Slot) -> None:
+        if not hasattr(copy, "__dict__"):
+            object.__setattr__(copy, str(child.step.key), self.value(child))
+            return
         table = child.step.access.removeprefix("{}.").partition("[")[0]
         if table in ("_parameters", "_buffers", "_modules"):
             if copy.__dict__[table] is getattr(original, table):
@@ -139,6 +139,26 @@ class _Rebuilder:
             copy.__dict__[table][child.step.key] = self.value(child)
         else:
             copy.__dict__[str(child.step.key)] = self.value(child)
+
+
+def _shallow_copy(original: object) -> Any:
+    """Return another object with the same attributes, whose dictionary (if it has one) is its own."""
+    if not hasattr(original, "__dict__"):  # __slots__
+        return copy.copy(original)
+    new = _bare_instance(original)
+    new.__dict__.update(original.__dict__)
+    return new
+
+
+def _bare_instance(original: object) -> Any:
+    """Return an instance of the same class without `__init__`; classes written in C want their own `__new__`."""
+    if isinstance(original, types.ModuleType):
+        return types.ModuleType(original.__name__)
+    owner = type(original)
+    try:
+        return object.__new__(owner)
+    except TypeError:
+        return owner.__new__(owner)
 
 
 def substitute(slots: Sequence[Slot], replaced: Mapping[int, object]) -> dict[str, Any]:

@@ -124,6 +124,24 @@ def _mean(call: Call) -> Value:
     )
 
 
+def _variance(call: Call) -> Value:
+    """Return the variance with a correction: the sum of squared deviations over (count - correction)."""
+    source, dims, correction, keepdim = call.args[:4]
+    axes = _axes(call, dims, len(source.dims))
+    count = math.prod(source.shape[axis] for axis in axes)
+    freedom = max(0, count - (1 if correction is None else call.integer(correction)))
+    total = reduce(call, source, axes, True, _combiner(call, "add"))
+
+    def squared(x: Node, s: Node) -> Node:
+        distance = call.builder.binary("sub", x, call.builder.binary("div", s, const(count, s.dtype)))
+        return call.builder.binary("mul", distance, distance)
+
+    deviations = pointwise(call.context, call.dtype, source.shape, squared, (source, total))
+    spread = reduce(call, deviations, axes, keepdim, _combiner(call, "add"))
+    over = call.operand(float(freedom), call.dtype)
+    return pointwise(call.context, call.dtype, spread.shape, _combiner(call, "div"), (spread, over))
+
+
 def _extremum(op: str) -> Reducer:
     logical = {"max": "or", "min": "and"}
 
@@ -180,8 +198,36 @@ def _mm(call: Call) -> Value:
     return _product(call, insert_axis(left, rank - 1), insert_axis(permute(right, order), rank - 2), rank)
 
 
+def _bucketize(call: Call) -> Value:
+    values, boundaries, _, right = call.args[:4]
+    return _rank(call, boundaries, values, bool(right))
+
+
+def _searchsorted(call: Call) -> Value:
+    boundaries, values, _, right, side = call.args[:5]
+    return _rank(call, boundaries, values, bool(right) or side == "right")
+
+
+def _rank(call: Call, boundaries: Value, values: object, right: bool) -> Value:
+    """Return how many boundaries lie below each value (or are equal to it, with `right`)."""
+    if len(boundaries.dims) != 1:
+        call.refuse("the boundaries are not a vector.")
+    dtype = call.promoted(boundaries, values)
+    one_by_one = insert_axis(call.operand(values, dtype), len(call.shape))
+    op = "le" if right else "lt"
+    is_below = pointwise(
+        call.context,
+        call.dtype,
+        (*call.shape, boundaries.shape[0]),
+        lambda bound, value: call.builder.cast(call.builder.compare(op, bound, value), call.dtype),
+        (call.operand(boundaries, dtype), one_by_one),
+    )
+    return reduce(call, is_below, (len(call.shape),), False, _combiner(call, "add"))
+
+
 REDUCTIONS: dict[str, Reducer] = {
     **{"sum": _sum, "prod": _prod, "mean": _mean, "any": _truth("or"), "all": _truth("and")},
     **{"max": _extremum("max"), "min": _extremum("min"), "amax": _extremum("max"), "amin": _extremum("min")},
-    **{"dot": _dot, "vdot": _dot, "mv": _mv, "mm": _mm, "bmm": _mm},
+    **{"bucketize": _bucketize, "searchsorted": _searchsorted},
+    **{"var": _variance, "dot": _dot, "vdot": _dot, "mv": _mv, "mm": _mm, "bmm": _mm},
 }

@@ -26,7 +26,7 @@ _ROWS: tuple[tuple[Reason, tuple[str, ...]], ...] = (
     (_RANDOM, ("rand", "randn", "randint", "rand_like", "randn_like", "bernoulli", "native_dropout", "normal")),
     (_RANDOM, ("uniform", "randperm", "multinomial", "exponential", "bernoulli_", "uniform_", "normal_", "dropout")),
     (_WHOLE_ROW, ("sort", "topk", "cumsum", "cumprod", "argsort", "median", "kthvalue", "cummax", "cummin")),
-    (_WHOLE_ROW, ("argmax", "argmin", "searchsorted", "bucketize", "histc", "bincount")),
+    (_WHOLE_ROW, ("argmax", "argmin", "histc", "bincount")),
     (_DATA_DEPENDENT, ("nonzero", "masked_select", "unique2", "_unique2", "repeat_interleave")),
     (_NO_SPELLING, ("atan", "atan2", "asin", "acos", "lgamma", "digamma", "erfinv", "i0", "special_i0", "special_i1")),
 )

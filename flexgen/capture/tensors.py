@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from flexgen.capture.names import NameTable
+from flexgen.capture.stand_in import empty_stand_in
 from flexgen.errors import CaptureError
 from flexgen.ir.graph import Buffer, StrideClass
 
@@ -48,9 +49,7 @@ class CapturedTensors:
         """Return a meta tensor with the captured one's shape, strides and dtype; one per captured tensor."""
         name = self.name(tensor)
         if name not in self._stand_ins:
-            self._stand_ins[name] = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
-            )
+            self._stand_ins[name] = empty_stand_in(tensor.size(), tensor.dtype, tensor.stride())
         return self._stand_ins[name]
 
     def buffer(self, name: str, sizes_read: set[tuple[str, int]]) -> Buffer:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from flexgen.capture.call import Call, Context, convert, hint
+from flexgen.capture.call import Call, Context, convert
 from flexgen.capture.convert import converter_of
 from flexgen.capture.creation import constant
 from flexgen.capture.gradient import stopped
 from flexgen.capture.intercept import INTERCEPTED
+from flexgen.capture.metadata import result_metadata
 from flexgen.capture.numbers import NeedsConstant, number_node
 from flexgen.capture.refusals import unsupported
 from flexgen.capture.source import is_user_file, origin_at
+from flexgen.capture.stand_in import empty_stand_in
 from flexgen.capture.tensors import CapturedTensors
 from flexgen.capture.values import Dim, Indices, Refused, Value, filled, scalar_value
 from flexgen.errors import CaptureError, FlexgenError, InternalError, SourceSpan
@@ -57,9 +60,9 @@ class Tracer:
     # Running the mod.
 
     def run(self, mod: Callable[..., object], input_dtypes: Mapping[str, torch.dtype]) -> object:
-        """Call the mod on stand-ins for its inputs and return what it returned."""
+        """Call the mod on stand-ins for its inputs and return what it returned, whatever modes are active outside."""
         inputs = [self._new(scalar_value(input_node(name, dtype))) for name, dtype in input_dtypes.items()]
-        with torch.enable_grad(), self._dispatch_mode, _FunctionMode(self):
+        with _no_modes_from_outside(), self._dispatch_mode, _FunctionMode(self):
             return _call_mod(mod, inputs)
 
     def result(self, returned: object) -> Value | None:
@@ -125,7 +128,7 @@ class Tracer:
         return tensor
 
     def _new(self, value: Value) -> torch.Tensor:
-        return self._register(torch.empty(value.shape, dtype=value.dtype, device="meta"), value)
+        return self._register(empty_stand_in(value.shape, value.dtype), value)
 
     def new_view(self, base: torch.Tensor, value: Value) -> torch.Tensor:
         """Return a new stand-in that shares memory with `base` in torch, so neither may be written to."""
@@ -194,7 +197,7 @@ class Tracer:
         converter = converter_of(func._schema.name)
         if converter is None:
             return self._decompose(func, args, kwargs)
-        result = self._on_meta(func, args, kwargs)
+        result = result_metadata(func, args, kwargs)
         self._convert(converter, func, args, kwargs, result)
         return result
 
@@ -204,18 +207,6 @@ class Tracer:
         if isinstance(arg, list | tuple):
             return any(self._is_symbolic(item) for item in arg)
         return number_node(arg) is not None
-
-    def _on_meta(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the operation on stand-ins, for the dtype and shape of its result."""
-        without_device = {key: _on_meta_device(key, self._meta(value)) for key, value in kwargs.items()}
-        return func(*(self._meta(arg) for arg in args), **without_device)
-
-    def _meta(self, arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
-            return arg if arg.is_meta else torch.empty_strided(arg.size(), arg.stride(), dtype=arg.dtype, device="meta")
-        if isinstance(arg, list | tuple):
-            return type(arg)(self._meta(item) for item in arg)
-        return hint(arg)
 
     def _convert(self, converter: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Give each result tensor its value; a refused operation gets a placeholder, so that tracing continues."""
@@ -230,7 +221,9 @@ class Tracer:
             values = tuple(filled(tensor.shape, 0, tensor.dtype) for tensor in results)
         for tensor, value in zip(results, values, strict=True):
             if value.shape != tuple(tensor.shape) or value.dtype != tensor.dtype:
-                raise InternalError(f"{func} became {value.dtype}{value.shape}, not {tensor.dtype}{tuple(tensor.shape)}")
+                raise InternalError(
+                    f"{func} became {value.dtype}{value.shape}, not {tensor.dtype}{tuple(tensor.shape)}"
+                )
             self._register(tensor, value)
         self._note_views(func, args, results)
 
@@ -282,7 +275,7 @@ class Tracer:
             self.report(unsupported(_bare_name(func), self.span))
         else:
             self.report(unsupported(name, self.span, _FOREIGN_WHY, _FOREIGN_FIX))
-        result = self._on_meta(func, args, kwargs)
+        result = result_metadata(func, args, kwargs)
         for tensor in _tensors_in(result):
             self._register(tensor, filled(tensor.shape, 0, tensor.dtype))
         return result
@@ -324,6 +317,13 @@ class Tracer:
         return target
 
 
+@contextmanager
+def _no_modes_from_outside() -> Iterator[None]:
+    """Trace the same whether the caller is under fake tensors, autocast, no_grad or another default device."""
+    with _disable_current_modes(), torch._C._DisableAutocast(), torch.enable_grad(), torch.device("cpu"):
+        yield
+
+
 def _written(name: str, value: Value | None, span: SourceSpan | None) -> FlexgenError:
     what = "a tensor" if value is None or value.captured is None else f"the captured tensor `{value.captured}`"
     return CaptureError(
@@ -357,10 +357,6 @@ def _tensors_in(result: Any) -> list[torch.Tensor]:
     return []
 
 
-def _on_meta_device(key: str, value: Any) -> Any:
-    return torch.device("meta") if key == "device" and value is not None else value
-
-
 @functools.lru_cache(maxsize=2048)
 def _parameters(func: Any) -> tuple[tuple[str, Any, bool], ...]:
     """Return, for each argument, its name, its default, and whether it is a value (a tensor or a Scalar)."""
@@ -371,7 +367,7 @@ def _parameters(func: Any) -> tuple[tuple[str, Any, bool], ...]:
 def _bind(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return all arguments in schema order, defaults filled in."""
     parameters = _parameters(func)[len(args) :]
-    return [*args, *(kwargs.get(name, default) for name, default in parameters)]
+    return [*args, *(kwargs.get(name, default) for name, default, _ in parameters)]
 
 
 @functools.lru_cache(maxsize=8192)
@@ -397,6 +393,11 @@ class _DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracer = tracer
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch not to wrap the handler for dynamo: that imports dynamo at the first operation, a second."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._tracer.dispatch(func, args, kwargs or {})

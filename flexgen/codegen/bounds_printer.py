@@ -42,23 +42,35 @@ class SegmentNames:
     left_edge: bool  # tiles in [lo, full_lo) may exist
 
 
+@dataclass(frozen=True, slots=True)
+class WalkedAxis:
+    """The axis a loop walks, by the names its kernel uses.
+
+    Attributes:
+        length, block: number of positions, and of those in a tile.
+        offset: the logical index of the first position ("KV_OFFSET"), or "" for 0.
+        exists: which of the tile's own rows exist, or "" where all do; per-row bounds leave the others out.
+    """
+
+    length: str
+    block: str
+    offset: str
+    exists: str
+
+
 class RangesPrinter:
     """Prints one schedule.
 
     Args:
         context: as for mods.
         inputs: the text of each input name inside the kernel.
-        rows_masked: rows past Q_LEN exist in a tile, so per-row bounds leave them out.
-        kv_offset: physical columns start at this logical index ("KV_OFFSET"), or "" for 0.
+        axis: what is walked.
     """
 
-    def __init__(
-        self, context: PrintContext, inputs: Mapping[str, str], *, rows_masked: bool, kv_offset: str = ""
-    ) -> None:
+    def __init__(self, context: PrintContext, inputs: Mapping[str, str], axis: WalkedAxis) -> None:
         self._printer = NodePrinter(context, inputs, lambda node: None, set(inputs.values()))
         self._context = context
-        self._rows_masked = rows_masked
-        self._kv_offset = kv_offset
+        self._axis = axis
         self._lines: list[str] = []
 
     def print(self, schedule: Schedule) -> PrintedRanges:
@@ -129,36 +141,37 @@ class RangesPrinter:
         self._lines.append(f"{name} = {text}")
 
     def _physical(self, bound: Bound) -> tuple[str, Node]:
-        """Print a bound as a scalar in physical columns."""
+        """Print a bound as a scalar in physical positions."""
         printer = self._printer
         before = len(printer.assignments)
         text = printer.print(bound.node).text
         self._lines.extend(f"{a.name} = {a.text}" for a in printer.assignments[before:])
         if bound.reduce is not None:
-            if self._rows_masked:
-                neutral = "KV_LEN" if bound.reduce == "min" else "0"
-                text = f"tl.where(row_exists, {text}, {neutral})"
+            if self._axis.exists:
+                neutral = self._axis.length if bound.reduce == "min" else "0"
+                text = f"tl.where({self._axis.exists}, {text}, {neutral})"
             text = f"tl.{bound.reduce}({text}, 0)"
-        if self._kv_offset:
-            text = f"({text}) - {self._kv_offset}"
+        if self._axis.offset:
+            text = f"({text}) - {self._axis.offset}"
         if printer.computed_dtype(bound.node) == torch.int64:
-            text = f"tl.minimum(tl.maximum({text}, 0), KV_LEN).to(tl.int32)"
+            text = f"tl.minimum(tl.maximum({text}, 0), {self._axis.length}).to(tl.int32)"
         return text, bound.node
 
     def _tile(self, printed: tuple[str, Node], *, round_up: bool) -> str:
         text, node = printed
-        if node.op == "const" and node.attr == 0 and not self._kv_offset:
+        if node.op == "const" and node.attr == 0 and not self._axis.offset:
             return "0"
         clamped = self._clamp(text, node)
-        return f"tl.cdiv({clamped}, BLOCK_N)" if round_up else f"{_grouped(clamped)} // BLOCK_N"
+        block = self._axis.block
+        return f"tl.cdiv({clamped}, {block})" if round_up else f"{_grouped(clamped)} // {block}"
 
     def _clamp(self, text: str, node: Node) -> str:
         if text.startswith("tl.minimum(tl.maximum("):
             return text
-        if not self._context.analysis.of(node).non_negative or self._kv_offset:
+        if not self._context.analysis.of(node).non_negative or self._axis.offset:
             text = f"tl.maximum({text}, 0)"
-        if text != "KV_LEN":
-            text = f"tl.minimum({text}, KV_LEN)"
+        if text != self._axis.length:
+            text = f"tl.minimum({text}, {self._axis.length})"
         return text
 
 

@@ -19,7 +19,7 @@ from flexgen.ir.origins import Origins
 from flexgen.ir.sizes import size_name
 from flexgen.lowering.ranges import Range, RangeAnalysis
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.problem import INDEX_LIMIT
+from flexgen.problem import INDEX_LIMIT, SIZE_LIMIT
 
 LOG2_E = 1.4426950408889634
 LOWEST = -3.4028234663852886e38  # the most negative finite float32
@@ -65,7 +65,7 @@ def print_context(mods: Mods, plan: ForwardPlan) -> PrintContext:
     names = ("q_idx", "kv_idx", "q_lo", "q_hi", "kv_lo", "kv_hi", "Q_LEN", "KV_LEN")
     assumed = dict.fromkeys(names, limit) | dict.fromkeys(("b", "h", "h_lo", "h_hi"), Range(0, 2**24))
     sizes = {
-        size_name(buffer.name, dim): Range(0, 2**31 - 1)
+        size_name(buffer.name, dim): Range(0, SIZE_LIMIT - 1)
         for buffer in mods.buffers
         for dim in range(buffer.rank)
         if buffer.name not in plan.wide

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, SegmentNames
+from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, SegmentNames, WalkedAxis
 from flexgen.codegen.dialects.triton import pointer_type, type_name
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
@@ -171,8 +171,9 @@ class ForwardText:
             "KV_LEN": "(KV_OFFSET + KV_LEN)" if offset else "KV_LEN",
             **heads,
         }
-        printer = RangesPrinter(context, inputs, rows_masked=self.rows_masked, kv_offset="KV_OFFSET" if offset else "")
-        printed = printer.print(self.plan.schedule)
+        exists = "row_exists" if self.rows_masked else ""
+        axis = WalkedAxis("KV_LEN", "BLOCK_N", "KV_OFFSET" if offset else "", exists)
+        printed = RangesPrinter(context, inputs, axis).print(self.plan.schedule)
         used = " ".join(line for line in printed.lines if not line.startswith("#"))
         corners = {"q_lo": lo, "q_hi": hi, "h_lo": "kv_head * GQA_SHARED_HEADS", "h_hi": "h_lo + GQA_SHARED_HEADS - 1"}
         needed = [name for name in corners if _mentions(used, name)]

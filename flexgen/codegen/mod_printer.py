@@ -93,11 +93,11 @@ def _reserved(inputs: tuple[str, ...], context: PrintContext) -> set[str]:
 def _as_tile(root: Node, result: Expression, dtype: torch.dtype, score_dtype: torch.dtype) -> Expression:
     """Make a score_mod's result a full tile: it may be a constant, or depend on some of the indices only."""
     if root.op == "const":
-        return call("tl.full", "[BLOCK_M, BLOCK_N]", result, type_name(score_dtype))
+        return call("tl.full", "score.shape", result, type_name(score_dtype))
     if dtype != score_dtype:
         result = method(result, f"to({type_name(score_dtype)})")
     if not {Axis.Q, Axis.KV} <= root.axes or "score" not in _input_names(root):
-        return call("tl.broadcast_to", result, "[BLOCK_M, BLOCK_N]")
+        return call("tl.broadcast_to", result, "score.shape")
     return result
 
 

@@ -116,7 +116,7 @@ class NodePrinter:
         return narrow and INT32.contains(self.context.analysis.of(node))
 
     def _deserves_name(self, node: Node, expression: Expression, uses: int) -> bool:
-        if node.op in ("input", "const", "scalar"):
+        if node.op in ("input", "const", "scalar") or (expression.text.isidentifier() and self.variable(node) is None):
             return False
         masked_load = node.op == "load" and "mask=" in expression.text
         return masked_load or uses > 1 or self.variable(node) is not None or len(expression.text) > MAX_INLINE
@@ -146,7 +146,7 @@ class NodePrinter:
             case "load":
                 return self._load(node)
         dtype = self._dtypes[node]
-        operands = [self._operand(arg) for arg in node.args]
+        operands = self._widened([self._operand(arg) for arg in node.args], dtype)
         if node.op == "cast" and self._dtypes[node.args[0]] == dtype and node.dtype not in _HALF:
             return operands[0].expression
         spelled = SPELLINGS[node.op](self.context.dialect, dtype, operands)
@@ -155,6 +155,16 @@ class NodePrinter:
         if node.op == "cast" and node.dtype in _HALF and node.args[0].dtype != node.dtype:
             return method(method(operands[0].expression, f"to({type_name(node.dtype)})"), "to(tl.float32)")
         return spelled.expression
+
+    def _widened(self, operands: list[Operand], dtype: torch.dtype) -> list[Operand]:
+        """Where the result needs 64 bits and no operand has them, widen one: the operation then has them."""
+        if dtype != torch.int64 or any(operand.dtype == torch.int64 for operand in operands):
+            return operands
+        at = next((i for i, operand in enumerate(operands) if operand.dtype == torch.int32), None)
+        if at is None:
+            return operands
+        wide = method(operands[at].expression, "to(tl.int64)")
+        return [*operands[:at], Operand(wide, dtype, operands[at].non_negative), *operands[at + 1 :]]
 
     def _operand(self, node: Node) -> Operand:
         non_negative = not node.dtype.is_floating_point and self.context.analysis.of(node).non_negative
@@ -189,11 +199,21 @@ class NodePrinter:
         pointer = self._arg(Arg(f"{buffer.name}_ptr", Role.BUFFER, buffer.name, None, pointer_type(buffer.dtype), True))
         address = pointer
         for dim, index in enumerate(node.args):
+            self._name_index(buffer, dim, index)
             offset = self._offset(buffer, dim, index)
             address = address if offset is None else binary("+", Precedence.ADD, address, offset)
         mask = self._in_bounds(buffer, node)
         loaded = call("tl.load", address, *((f"mask={mask.text}", "other=0") if mask else ()))
         return self._widen_loaded(buffer.dtype, loaded)
+
+    def _name_index(self, buffer: Buffer, dim: int, index: Node) -> None:
+        """Give an index that both the address and the mask use a line of its own."""
+        if self._printed[index].precedence != Precedence.ATOM or "(" in self._printed[index].text:
+            if not self._bounds(buffer, dim, index):
+                return
+            name = self._fresh(f"{buffer.name}_index{dim if buffer.rank > 1 else ''}")
+            self.assignments.append(Assignment(name, self._printed[index].text, index))
+            self._printed[index] = Expression(name)
 
     def _offset(self, buffer: Buffer, dim: int, index: Node) -> Expression | None:
         wide = buffer.name in self.context.wide
@@ -210,14 +230,7 @@ class NodePrinter:
 
     def _in_bounds(self, buffer: Buffer, node: Node) -> Expression | None:
         """Return the condition under which every index lies in the buffer; None where that is proved."""
-        terms: list[Expression] = []
-        for dim, index in enumerate(node.args):
-            known = self.context.analysis.of(index)
-            static = buffer.sizes[dim]
-            if not known.non_negative:
-                terms.append(binary(">=", Precedence.COMPARE, self._printed[index], Expression("0")))
-            if static is None or known.hi is None or known.hi >= static:
-                terms.append(binary("<", Precedence.COMPARE, self._printed[index], self._size(buffer, dim)))
+        terms = [term for dim, index in enumerate(node.args) for term in self._bounds(buffer, dim, index)]
         if not terms:
             return None
         condition = terms[0]
@@ -225,12 +238,32 @@ class NodePrinter:
             condition = binary("&", Precedence.AND, condition, term)
         return condition
 
+    def _bounds(self, buffer: Buffer, dim: int, index: Node) -> list[Expression]:
+        """Return what has to be checked of one index."""
+        known = self.context.analysis.of(index)
+        static = buffer.sizes[dim]
+        terms: list[Expression] = []
+        if not known.non_negative:
+            terms.append(binary(">=", Precedence.COMPARE, self._printed[index], Expression("0")))
+        inside = static is not None and known.hi is not None and known.hi < static
+        if not inside and not _counts_from_the_end(buffer, dim, index):
+            terms.append(binary("<", Precedence.COMPARE, self._printed[index], self._size(buffer, dim)))
+        return terms
+
     def _widen_loaded(self, dtype: torch.dtype, loaded: Expression) -> Expression:
         if dtype in _HALF:
             return method(loaded, "to(tl.float32)")
         if dtype == torch.bool:
             return binary("!=", Precedence.COMPARE, loaded, Expression("0"))
         return loaded
+
+
+def _counts_from_the_end(buffer: Buffer, dim: int, index: Node) -> bool:
+    """Whether an index is the buffer's size less a positive constant."""
+    if index.op not in ("add", "sub") or index.args[1].op != "const" or not isinstance(index.args[1].attr, int):
+        return False
+    less = index.args[1].attr if index.op == "sub" else -index.args[1].attr
+    return less > 0 and split_size_name(index.args[0].attr) == (buffer.name, dim)
 
 
 def _number_kind(dtype: torch.dtype) -> str:

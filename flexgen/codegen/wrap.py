@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 WIDTH = 110
 
 
@@ -54,9 +56,10 @@ def _outermost_call(line: str) -> int | None:
 
 
 def _matching(line: str, opening: int) -> int | None:
+    """Return where the bracket at `opening` closes; None in a piece of a line that was broken already."""
     depth = 0
-    for position in range(opening, len(line)):
-        depth += (line[position] in "([") - (line[position] in ")]")
+    for position, char in _outside_strings(line, opening):
+        depth += (char in "([") - (char in ")]")
         if depth == 0:
             return position
     return None
@@ -64,10 +67,23 @@ def _matching(line: str, opening: int) -> int | None:
 
 def _split(args: str) -> list[str]:
     pieces, depth, start = [], 0, 0
-    for position, char in enumerate(args):
+    for position, char in _outside_strings(args, 0):
         depth += (char in "([") - (char in ")]")
         if char == "," and depth == 0:
             pieces.append(args[start:position].strip())
             start = position + 1
     pieces.append(args[start:].strip())
     return [piece for piece in pieces if piece]
+
+
+def _outside_strings(text: str, start: int) -> Iterator[tuple[int, str]]:
+    """Yield (position, character) of what is not inside a string literal."""
+    quote = ""
+    for position in range(start, len(text)):
+        char = text[position]
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        else:
+            yield position, char

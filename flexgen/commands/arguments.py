@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flexgen.commands.user_file import parse_file_spec
+from flexgen.commands.file_spec import parse_file_spec
 
 SHAPE_NAMES = "B,Hq,Hkv,Lq,Lk,Dqk,Dv"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

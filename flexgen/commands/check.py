@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexgen.attention import AuxRequest
+from flexgen.aux_outputs import AuxRequest
 from flexgen.commands.arguments import add_file, add_problem
 from flexgen.commands.console import Console, Span, wrapped
 from flexgen.commands.offline import triton_is_installed
 from flexgen.commands.reference import DenseProblem, Outputs, evaluate_dense
-from flexgen.commands.subject import Subject, load_subject
+from flexgen.commands.subject import Subject, fitting_shape, load_subject
 from flexgen.errors import FlexgenError, OptionError
 from flexgen.lowering.targets import TARGETS, target_named
 from flexgen.lowering.triton.plan import ForwardPlan
@@ -94,17 +94,20 @@ def compare(
 ) -> tuple[Comparison, ...]:
     """Run the attention on query, key and value and compare each of its outputs with float64."""
     query, key, value = tensors
-    output, aux = subject.attention(query, key, value, return_aux=AuxRequest(lse=True, max_scores=True))
     layout = subject.attention.options.layout
-    actual = Outputs(to_bhsd(output, layout), aux.lse, aux.max_scores)
     problem = DenseProblem(
-        *(to_bhsd(tensor, layout) for tensor in tensors),
-        score_mod=subject.attention.score_mod,
-        mask_mod=subject.attention.mask_mod,
-        scale=softmax_scale(None, query.shape[3]),
+        to_bhsd(query, layout),
+        to_bhsd(key, layout),
+        to_bhsd(value, layout),
+        subject.attention.score_mod,
+        subject.attention.mask_mod,
+        softmax_scale(None, query.shape[3]),
     )
-    exact = evaluate_dense(problem, "exact", lambda pieces: console.track(pieces, "computing in float64"))
-    eager = evaluate_dense(problem, "eager", lambda pieces: console.track(pieces, "computing eagerly"))
+    with fitting_shape(subject.shape):
+        exact = evaluate_dense(problem, "exact", lambda pieces: console.track(pieces, "computing in float64"))
+        eager = evaluate_dense(problem, "eager", lambda pieces: console.track(pieces, "computing eagerly"))
+    output, aux = subject.attention(query, key, value, return_aux=AuxRequest(lse=True, max_scores=True))
+    actual = Outputs(to_bhsd(output, layout), aux.lse, aux.max_scores)
     return (
         _comparison("output", actual.output, exact.output, _output_tolerance(exact.output, eager.output, plan)),
         _comparison("logsumexp", actual.logsumexp, exact.logsumexp, _score_tolerance(exact.logsumexp, plan)),
@@ -176,9 +179,7 @@ def _write_decisions(plan: ForwardPlan, console: Console) -> None:
 
 def write_comparisons(comparisons: tuple[Comparison, ...], console: Console) -> bool:
     """Write a row for each output and the verdict; return whether all pass."""
-    rows = [
-        (c.name, f"{c.largest:.1e}", f"{c.mean:.1e}", f"{c.allowed:.1e}", _verdict(c.passes)) for c in comparisons
-    ]
+    rows = [(c.name, f"{c.largest:.1e}", f"{c.mean:.1e}", f"{c.allowed:.1e}", _verdict(c.passes)) for c in comparisons]
     console.table(("difference from float64", "max", "mean", "allowed", ""), rows)
     passes = all(c.passes for c in comparisons)
     console.line(_verdict(passes))

@@ -11,6 +11,7 @@ from flexgen.commands.console import Console, Span, wrapped
 from flexgen.commands.offline import Built, build_offline, triton_is_installed
 from flexgen.commands.resource_report import instruction_lines, resource_lines
 from flexgen.commands.subject import Subject, choose_target, load_subject
+from flexgen.errors import FlexgenError
 from flexgen.lowered import Lowered
 from flexgen.lowering.triton.plan import ForwardPlan
 
@@ -44,9 +45,14 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def _write_stages(lowered: Lowered, directory: Path, console: Console) -> None:
     """Write every stage; the compiled ones last, so that a kernel that does not compile can be read."""
-    directory.mkdir(parents=True, exist_ok=True)
     for name, text in _stages(lowered, console):
-        (directory / name).write_text(text, encoding="utf-8")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise FlexgenError(
+                f"cannot write {directory / name}: {error.strerror}", fix="give --dump-code a directory of your own"
+            ) from error
         console.line(str(directory / name))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -64,7 +65,7 @@ class Console:
         cells = [[Span(name, "bold") for name in header], *([_span(cell) for cell in row] for row in rows)]
         widths = [max(len(row[column].text) for row in cells) for column in range(len(header))]
         for row in cells:
-            padded = [_padded(cell, width, column < left) for column, (cell, width) in enumerate(zip(row, widths))]
+            padded = [_padded(cell, widths[column], column < left) for column, cell in enumerate(row)]
             spaced = [part for cell in padded for part in (Span("  "), cell)][1:]
             _write(self._out, self._rich_out, [*spaced[:-1], Span(spaced[-1].text.rstrip(), spaced[-1].style)])
 
@@ -83,15 +84,24 @@ class Console:
 
 
 def wrapped(text: str, width: int = WIDTH) -> Iterator[str]:
-    """Yield the lines of a text, those that are too long broken at spaces and continued with a deeper indent."""
+    """Yield the lines of a text, those that are too long broken at spaces and continued below their text."""
     for line in text.splitlines():
         if len(line) <= width:
             yield line
             continue
-        indent = " " * min(len(line) - len(line.lstrip()) + 4, width // 2)
-        yield from textwrap.wrap(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True
-        )
+        indent = " " * _hanging_indent(line, width)
+        yield from textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+_LABEL = re.compile(r"\s*\S+(?: \S+)*\s{2,}(?=\S)")
+
+
+def _hanging_indent(line: str, width: int) -> int:
+    """Return the column at which the line's own text starts: behind its label or its "because:"."""
+    because = line.find("because: ")
+    label = _LABEL.match(line)
+    column = because + len("because: ") if because >= 0 else label.end() if label else 0
+    return column if 0 < column <= 0.6 * width else len(line) - len(line.lstrip()) + 4
 
 
 def counted(number: int, noun: str) -> str:

@@ -12,7 +12,7 @@ EXAMPLES = """\
   flexgen options                                the table
   flexgen options --markdown > docs/options.md   the page of the manual"""
 
-_INDENT = 40
+_INDENT = 43
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def _write(name: str, doc: OptionDoc, console: Console) -> None:
     values = textwrap.wrap(doc.values, _INDENT - 27, break_long_words=False, break_on_hyphens=False)
-    texts = textwrap.wrap(f"{doc.summary} {doc.scope}".strip(), WIDTH - _INDENT, break_on_hyphens=False)
+    text = f"{doc.summary} {doc.scope}".strip() + ("" if doc.default == "-" else f" Default: {doc.default}.")
+    texts = textwrap.wrap(text, WIDTH - _INDENT, break_on_hyphens=False)
     for number in range(max(len(values), len(texts))):
         value = values[number] if number < len(values) else ""
         text = texts[number] if number < len(texts) else ""

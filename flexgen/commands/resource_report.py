@@ -11,7 +11,10 @@ def resource_lines(built: Built) -> list[tuple[str, str]]:
     rows = [
         ("registers", f"{costs.registers} a thread"),
         ("spills", spill_text(built)),
-        ("shared memory", f"{costs.shared_bytes} bytes, planned at most {plan.shared_bytes} of {plan.target.shared_bytes}"),
+        (
+            "shared memory",
+            f"{costs.shared_bytes} bytes, planned at most {plan.shared_bytes} of {plan.target.shared_bytes}",
+        ),
         ("instructions", _instruction_text(built)),
     ]
     return rows + [("the assembler says", warning) for warning in costs.warnings]

@@ -9,14 +9,27 @@ from flexgen.commands.console import Console, Span
 from flexgen.commands.offline import Built, build_offline
 from flexgen.commands.resource_report import exponentials
 from flexgen.commands.subject import choose_target, load_subject
-from flexgen.errors import NoFeasiblePlanError
+from flexgen.errors import FlexgenError
 from flexgen.lowering.targets import TARGETS, target_named
 
 EXAMPLES = """\
   flexgen resources causal.py --target sm_80 --target sm_90
   flexgen resources causal.py --target all --shape 1,8,8,4096,4096,128,128"""
 
-_HEADER = ("target", "tile", "warps", "stages", "regs", "spilled", "shared", "planned", "matrix", "exp2", "local", "all")
+_HEADER = (
+    "target",
+    "tile",
+    "warps",
+    "stages",
+    "regs",
+    "spilled",
+    "shared",
+    "planned",
+    "matrix",
+    "exp2",
+    "local",
+    "all",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +52,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for target in console.track(targets, "compiling"):
         try:
             built = build_offline(subject.lower(target))
-        except NoFeasiblePlanError as error:
+        except FlexgenError as error:
             if len(targets) == 1:
                 raise
             warnings.append(f"{target}: {error.what}")

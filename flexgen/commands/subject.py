@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from flexgen.attention import Attention, AuxRequest
+from flexgen.attention import Attention
+from flexgen.aux_outputs import AuxRequest
 from flexgen.commands.arguments import DEFAULT_SHAPE, SHAPE_NAMES, Shape
 from flexgen.commands.console import Console
 from flexgen.commands.user_file import UserFile, UserFileError, load_user_file
+from flexgen.errors import CaptureError
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import CONSERVATIVE_TARGET, DEFAULT_TARGET, TARGETS, target_named
 from flexgen.options import Options
@@ -83,12 +87,28 @@ def _shape_of(user: UserFile) -> Shape | None:
     return Shape(*sizes)
 
 
+@contextmanager
+def fitting_shape(shape: Shape) -> Iterator[None]:
+    """Where a mod reads outside of a tensor it captured, say that the shape may not fit it."""
+    try:
+        yield
+    except CaptureError as error:
+        if not isinstance(error.__cause__, IndexError):
+            raise
+        raise UserFileError(
+            f"a mod reads outside of a captured tensor: {error.why}",
+            where=error.where,
+            why=f"the shape {SHAPE_NAMES} is {shape}",
+            fix="give --shape, or the file a SHAPE, that fits what the mods capture",
+        ) from error
+
+
 def choose_target(asked: str | None, console: Console) -> str:
     """Return the target asked for; else this machine's GPU; else sm_90, with a note that says so."""
     if asked is not None:
         return target_named(asked).name
     if not torch.cuda.is_available():
-        console.note(f"no GPU here: compiling for {DEFAULT_TARGET}; --target chooses another of {', '.join(TARGETS)}")
+        console.note(f"no GPU here: compiling for {DEFAULT_TARGET}; --target chooses another chip")
         return DEFAULT_TARGET
     name = target_of(torch.device("cuda")).name
     if name in TARGETS:

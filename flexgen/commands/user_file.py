@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from flexgen.attention import Attention
+from flexgen.commands.file_spec import FileSpec
 from flexgen.errors import FlexgenError, SourceSpan
 
 Mod = Callable[..., Any]
@@ -32,17 +34,6 @@ class UserFileError(FlexgenError):
 
 
 @dataclass(frozen=True, slots=True)
-class FileSpec:
-    """What a user writes as FILE[:name[,name]]."""
-
-    path: Path
-    names: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.path}:{','.join(self.names)}" if self.names else str(self.path)
-
-
-@dataclass(frozen=True, slots=True)
 class UserFile:
     """What was found in a user's file.
 
@@ -55,16 +46,8 @@ class UserFile:
     spec: FileSpec
     score_mod: Mod | None
     mask_mod: Mod | None
-    attention: Any
+    attention: Attention | None
     shape: tuple[int, ...] | None
-
-
-def parse_file_spec(text: str) -> FileSpec:
-    """Read FILE[:name[,name]]; a colon that belongs to an existing path, or to a drive, stays in it."""
-    path, colon, names = text.rpartition(":")
-    if not colon or Path(text).exists() or len(path) == 1:
-        return FileSpec(Path(text))
-    return FileSpec(Path(path), tuple(name.strip() for name in names.split(",") if name.strip()))
 
 
 def load_user_file(spec: FileSpec) -> UserFile:
@@ -179,10 +162,10 @@ def _shown(filename: str) -> str:
 # Finding the mods.
 
 
-def _by_convention(module: ModuleType, spec: FileSpec) -> tuple[Any, dict[Kind, Mod | None]]:
+def _by_convention(module: ModuleType, spec: FileSpec) -> tuple[Attention | None, dict[Kind, Mod | None]]:
     found = vars(module)
     attention = found.get("attention")
-    if _is_attention(attention):
+    if isinstance(attention, Attention):
         return attention, {}
     mods: dict[Kind, Mod | None] = {kind: found.get(kind) for kind in _PARAMETERS}
     if not any(mods.values()):
@@ -195,7 +178,7 @@ def _by_convention(module: ModuleType, spec: FileSpec) -> tuple[Any, dict[Kind, 
 
 
 def _suggestion(module: ModuleType, spec: FileSpec) -> str:
-    names = [name for name, value in vars(module).items() if _is_attention(value) or _is_own_mod(value, module)]
+    names = [name for name, value in vars(module).items() if isinstance(value, Attention) or _is_own_mod(value, module)]
     if not names:
         return "define one of them, or name your function: FILE:name"
     return "name what to compile: " + " or ".join(f"{spec.path}:{name}" for name in names[:3])
@@ -205,9 +188,9 @@ def _is_own_mod(value: object, module: ModuleType) -> bool:
     return inspect.isfunction(value) and value.__module__ == module.__name__ and len(_kinds(value)) == 1
 
 
-def _named(module: ModuleType, spec: FileSpec) -> tuple[Any, dict[Kind, Mod | None]]:
+def _named(module: ModuleType, spec: FileSpec) -> tuple[Attention | None, dict[Kind, Mod | None]]:
     values = {name: _look_up(module, spec, name) for name in spec.names}
-    attentions = [value for value in values.values() if _is_attention(value)]
+    attentions = [value for value in values.values() if isinstance(value, Attention)]
     if attentions:
         if len(values) > 1:
             raise UserFileError(
@@ -264,9 +247,3 @@ def _takes(value: object, count: int) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _is_attention(value: object) -> bool:
-    from flexgen.attention import Attention  # brings in torch, which a file that does not load never needs
-
-    return isinstance(value, Attention)

@@ -26,13 +26,19 @@ class Axis(enum.Enum):
 
 ALL_AXES = frozenset(Axis)
 
-# The inputs of mods. Analysis adds inputs of its own (the corners of a tile, lengths), which depend on no axis.
+# The inputs of mods, and `grad`, which derivatives of a score mod read beside them: the gradient of what it returned.
+# Analysis adds inputs of its own (the corners of a tile, lengths), which depend on no axis.
 INPUT_AXES: dict[str, frozenset[Axis]] = {
     "score": ALL_AXES,
     "b": frozenset({Axis.B}),
     "h": frozenset({Axis.H}),
     "q_idx": frozenset({Axis.Q}),
     "kv_idx": frozenset({Axis.KV}),
+    "grad": ALL_AXES,
+}
+MOD_INPUTS: dict[str, tuple[str, ...]] = {
+    "score": ("score", "b", "h", "q_idx", "kv_idx"),
+    "mask": ("b", "h", "q_idx", "kv_idx"),
 }
 
 Attr = str | int | float | bool | None

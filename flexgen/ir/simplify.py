@@ -1,10 +1,10 @@
-"""Applies the rules of `rules.py` to mods, bottom-up, until none applies; the values computed stay the same."""
+"""Applies the rules of `rules.py` to expressions, bottom-up, until none applies; the values computed stay the same."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -44,13 +44,28 @@ def simplify(mods: Mods, origins: Origins | None = None) -> Simplified:
     """
     verify(mods)
     rewriter = _Rewriter(origins or Origins())
-    for _ in range(_MOST_ROUNDS):
-        simpler = rewriter.round(mods)
-        verify(simpler)
-        if simpler == mods:
-            return Simplified(mods, rewriter.origins_of(mods), rewriter.fired())
-        mods = simpler
-    raise InternalError("the simplifier's rules do not come to an end", why=f"fired: {rewriter.fired()}")
+    roots = tuple(graph.root for graph in mods.graphs())
+    roots = rewriter.to_the_end(roots, lambda simpler: verify(_with_roots(mods, simpler)))
+    return Simplified(_with_roots(mods, roots), rewriter.origins_of(roots), rewriter.fired())
+
+
+@dataclass(frozen=True, slots=True)
+class SimplifiedRoots:
+    """What `simplify_roots` returns: each root simplified, in order, and the origins of the nodes under them."""
+
+    roots: tuple[Node, ...]
+    origins: Origins
+
+
+def simplify_roots(roots: tuple[Node, ...], origins: Origins | None = None) -> SimplifiedRoots:
+    """Simplify expressions that may share nodes, keeping every value to the last bit; what is shared stays shared.
+
+    Raises:
+        InternalError: the rules do not come to an end.
+    """
+    rewriter = _Rewriter(origins or Origins())
+    simpler = rewriter.to_the_end(roots, lambda _: None)
+    return SimplifiedRoots(simpler, rewriter.origins_of(simpler))
 
 
 def _rules_by_op() -> Mapping[str, tuple[Rule, ...]]:
@@ -76,20 +91,29 @@ class _Rewriter:
         names = dict.fromkeys(rule.name for rule in RULES)
         return tuple((name, self._counts[name]) for name in names if self._counts[name])
 
-    def origins_of(self, mods: Mods) -> Origins:
-        nodes = topological(*(graph.root for graph in mods.graphs()))
+    def origins_of(self, roots: tuple[Node, ...]) -> Origins:
+        nodes = topological(*roots)
         return Origins(MappingProxyType({node: self._origins[node] for node in nodes if node in self._origins}))
 
-    def round(self, mods: Mods) -> Mods:
-        """Return the mods with each node rewritten once, arguments before users."""
+    def to_the_end(self, roots: tuple[Node, ...], check: Callable[[tuple[Node, ...]], None]) -> tuple[Node, ...]:
+        """Return the roots rewritten until no rule applies; `check` sees them after each round."""
+        for _ in range(_MOST_ROUNDS):
+            simpler = self._round(roots)
+            check(simpler)
+            if simpler == roots:
+                return roots
+            roots = simpler
+        raise InternalError("the simplifier's rules do not come to an end", why=f"fired: {self.fired()}")
+
+    def _round(self, roots: tuple[Node, ...]) -> tuple[Node, ...]:
+        """Return the roots with each node under them rewritten once, arguments before users."""
         replaced: dict[Node, Node] = {}
-        for node in topological(*(graph.root for graph in mods.graphs())):
+        for node in topological(*roots):
             args = tuple(replaced[arg] for arg in node.args)
             rebuilt = node if args == node.args else make(node.op, *args, attr=node.attr, dtype=node.dtype)
             self._carry_origins(node, rebuilt)
             replaced[node] = self._rewrite(rebuilt)
-        rebuilt_graphs = {graph.kind: _with_root(graph, replaced[graph.root]) for graph in mods.graphs()}
-        return Mods(rebuilt_graphs.get("score"), rebuilt_graphs.get("mask"))
+        return tuple(replaced[root] for root in roots)
 
     def _rewrite(self, node: Node) -> Node:
         """Apply rules to one node until none applies."""
@@ -124,6 +148,11 @@ class _Rewriter:
     def _add_origins(self, node: Node, added: tuple[Origin, ...]) -> None:
         if node.op not in _LEAVES and added:
             self._origins[node] = tuple(dict.fromkeys((*self._origins.get(node, ()), *added)))
+
+
+def _with_roots(mods: Mods, roots: tuple[Node, ...]) -> Mods:
+    graphs = {graph.kind: _with_root(graph, root) for graph, root in zip(mods.graphs(), roots, strict=True)}
+    return Mods(graphs.get("score"), graphs.get("mask"))
 
 
 def _with_root(graph: Graph, root: Node) -> Graph:

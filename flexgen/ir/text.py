@@ -20,13 +20,12 @@ from collections import Counter
 import torch
 
 from flexgen.ir.dtypes import dtype_name
-from flexgen.ir.graph import INPUT_AXES, Axis, Buffer, Graph, Mods, Node
+from flexgen.ir.graph import MOD_INPUTS, Axis, Buffer, Graph, Mods, Node, topological
 from flexgen.ir.names import Names, is_safe, safe_name
 from flexgen.ir.origins import Origins
 from flexgen.ir.sizes import split_size_name
 
 LINE_LENGTH = 110
-PARAMETERS = {"score": tuple(INPUT_AXES), "mask": tuple(name for name in INPUT_AXES if name != "score")}
 _LONGEST_NESTED = 64  # characters; a statement adds a name, a dtype and the axes
 _DEEPEST_NESTED = 4
 _LEAVES = frozenset({"input", "const", "scalar"})
@@ -39,12 +38,12 @@ def print_mods(mods: Mods, origins: Origins | None = None) -> str:
 
 def print_graph(graph: Graph, origins: Origins | None = None) -> str:
     """Return the text of one mod, ending in a newline."""
-    return _GraphPrinter(graph, origins or Origins()).text()
+    return GraphPrinter(graph, origins or Origins(), (graph.root,)).text()
 
 
 def input_dtype(name: str) -> torch.dtype:
     """Return the dtype that an input has unless the text says otherwise."""
-    return torch.float32 if name == "score" else torch.int64
+    return torch.float32 if name in ("score", "grad") else torch.int64
 
 
 def constant_dtype(value: object) -> torch.dtype:
@@ -75,43 +74,53 @@ def print_constant(node: Node) -> str:
     return text if node.dtype == constant_dtype(node.attr) else f"{text}:{dtype_name(node.dtype)}"
 
 
-class _GraphPrinter:
-    """Prints one graph: decides which values get a line of their own and nests the others in their user's line."""
+class GraphPrinter:
+    """Prints one graph: decides which values get a line of their own and nests the others in their user's line.
 
-    def __init__(self, graph: Graph, origins: Origins) -> None:
+    Args:
+        graph: its name and declarations.
+        origins: the user's names and lines.
+        roots: the values to print; a graph alone has one.
+    """
+
+    def __init__(self, graph: Graph, origins: Origins, roots: tuple[Node, ...]) -> None:
         self._graph = graph
         self._origins = origins
-        self._nodes = list(graph.nodes())
+        self._roots = frozenset(roots)
+        self._nodes = list(topological(*roots))
         self._uses = Counter(arg for node in self._nodes for arg in node.args)
         used_inputs = [node for node in self._nodes if node.op == "input"]
         self._input_dtypes = {str(node.attr): node.dtype for node in used_inputs}
         declared = [buffer.name for buffer in graph.buffers] + [scalar.name for scalar in graph.scalars]
-        self._names = Names([*PARAMETERS[graph.kind], *self._input_dtypes, *declared])
+        self._names = Names([*MOD_INPUTS[graph.kind], *self._input_dtypes, *declared])
         self._texts: dict[Node, str] = {}
         self._depths: dict[Node, int] = {}
         self._lines: list[str] = []
         self._user_line: str | None = None
 
     def text(self) -> str:
-        self._print_header()
-        root = self._graph.root
+        self._print_header(self._graph.kind, MOD_INPUTS[self._graph.kind])
+        self._print_inner_values()
+        self._print_root("return ", self._graph.root)
+        return "\n".join(self._lines) + "\n"
+
+    def _print_inner_values(self) -> None:
         for node in self._nodes:
             if node.op in _LEAVES:
                 self._texts[node], self._depths[node] = self._leaf(node), 0
             elif self._has_own_line(node):
                 self._print_assignment(node)
-            elif node is not root:
+            elif node not in self._roots:
                 self._texts[node] = self._call(node, _LONGEST_NESTED)
-        self._print_return()
-        return "\n".join(self._lines) + "\n"
 
     def _has_own_line(self, node: Node) -> bool:
-        return self._uses[node] > 1 or self._origins.variable(node) is not None
+        is_shared = self._uses[node] > (0 if node in self._roots else 1)
+        return is_shared or self._origins.variable(node) is not None
 
-    def _print_header(self) -> None:
+    def _print_header(self, kind: str, inputs: tuple[str, ...]) -> None:
         graph = self._graph
-        parameters = dict.fromkeys((*PARAMETERS[graph.kind], *self._input_dtypes))
-        head = f"{graph.kind} {print_name(graph.name)}({', '.join(map(self._parameter, parameters))})"
+        parameters = dict.fromkeys((*inputs, *self._input_dtypes))
+        head = f"{kind} {print_name(graph.name)}({', '.join(map(self._parameter, parameters))})"
         buffers = ", ".join(map(print_buffer, graph.buffers))
         scalars = ", ".join(f"{print_name(scalar.name)} {dtype_name(scalar.dtype)}" for scalar in graph.scalars)
         sections = [f"buffers: {buffers}"] * bool(buffers) + [f"scalars: {scalars}"] * bool(scalars)
@@ -137,7 +146,7 @@ class _GraphPrinter:
         if size is not None:
             return f"{print_name(size[0])}.size({size[1]})"
         name = str(node.attr)
-        is_ambiguous = name in PARAMETERS[self._graph.kind] or name in self._input_dtypes
+        is_ambiguous = name in MOD_INPUTS[self._graph.kind] or name in self._input_dtypes
         return f"scalar({print_name(name)})" if is_ambiguous or not is_safe(name) else name
 
     def _call(self, node: Node, longest: int) -> str:
@@ -175,15 +184,14 @@ class _GraphPrinter:
         self._texts[node] = name
         self._depths[node] = 0
 
-    def _print_return(self) -> None:
-        root = self._graph.root
+    def _print_root(self, lead: str, root: Node, note: str = "") -> None:
         if root in self._texts:
-            self._add(f"  return {self._texts[root]}")
+            self._add(f"  {lead}{self._texts[root]}{note}")
             return
-        annotation = f"   {dtype_name(root.dtype)}  {print_axes(root.axes)}"
-        text = self._call(root, LINE_LENGTH - len(f"  return {annotation}"))
+        annotation = f"   {dtype_name(root.dtype)}  {print_axes(root.axes)}{note}"
+        text = self._call(root, LINE_LENGTH - len(f"  {lead}{annotation}"))
         self._print_user_line(root)
-        self._add(f"  return {text}{annotation}")
+        self._add(f"  {lead}{text}{annotation}")
 
     def _print_user_line(self, node: Node) -> None:
         span = self._origins.span(node)

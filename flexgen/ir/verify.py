@@ -8,13 +8,14 @@ import torch
 
 from flexgen.errors import InternalError
 from flexgen.ir.dtypes import dtype_name, fits, is_integer
-from flexgen.ir.graph import INPUT_AXES, Attr, Buffer, Graph, Mods, Node, Scalar, make
+from flexgen.ir.graph import MOD_INPUTS, Attr, Buffer, Graph, Mods, Node, Scalar, make
 from flexgen.ir.ops import OPS, DtypeRule
 from flexgen.ir.sizes import SIZE_DTYPE, split_size_name
 from flexgen.ir.text import print_graph
 
 _MOST_PROBLEMS = 10
 _MOST_LINES = 200
+_FLOATING_INPUTS = frozenset({"score", "grad"})
 
 
 def verify(subject: Mods | Graph) -> None:
@@ -28,9 +29,14 @@ def verify(subject: Mods | Graph) -> None:
     problems = [problem for graph in graphs for problem in _graph_problems(graph)]
     if mods is not None:
         problems.extend(_mods_problems(mods))
+    refuse(problems, lambda: "\n".join(print_graph(graph) for graph in graphs))
+
+
+def refuse(problems: list[str], text: Callable[[], str]) -> None:
+    """Raise an InternalError of the problems, if there are any, with the text of the IR they are about."""
     if problems:
         shown = [f"  {problem}" for problem in problems[:_MOST_PROBLEMS]]
-        lines = "\n".join(print_graph(graph) for graph in graphs).split("\n")
+        lines = text().split("\n")
         cut = [f"({len(lines) - _MOST_LINES} more lines)"] if len(lines) > _MOST_LINES else []
         raise InternalError("\n".join([f"the IR breaks {len(problems)} rule(s):", *shown, *lines[:_MOST_LINES], *cut]))
 
@@ -55,7 +61,12 @@ def _graph_problems(graph: Graph) -> Iterator[str]:
     yield from _root_problems(graph)
     yield from _declaration_problems(graph)
     yield from _use_problems(graph, nodes)
-    yield from _input_problems(graph, nodes)
+    yield from expression_problems(nodes, graph, MOD_INPUTS[graph.kind])
+
+
+def expression_problems(nodes: list[Node], graph: Graph, inputs: tuple[str, ...]) -> Iterator[str]:
+    """Yield the rules broken by nodes that read these inputs and what the graph declares."""
+    yield from _input_problems(graph, nodes, inputs)
     for node in nodes:
         for problem in _node_problems(node, graph):
             yield f"{_summary(node)}: {problem}"
@@ -97,16 +108,16 @@ def used_captures(nodes: list[Node]) -> set[str]:
     return used | {size[0] for size in sizes if size}
 
 
-def _input_problems(graph: Graph, nodes: list[Node]) -> Iterator[str]:
+def _input_problems(graph: Graph, nodes: list[Node], inputs: tuple[str, ...]) -> Iterator[str]:
     dtypes: dict[Attr, torch.dtype] = {}
     for node in nodes:
         if node.op != "input":
             continue
         if dtypes.setdefault(node.attr, node.dtype) != node.dtype:
             yield f"input {node.attr!r} is read in two dtypes"
-        if node.attr not in INPUT_AXES or (node.attr == "score" and graph.kind == "mask"):
+        if node.attr not in inputs:
             yield f"{node.attr!r} is no input of a {graph.kind} mod"
-        elif not (node.dtype.is_floating_point if node.attr == "score" else is_integer(node.dtype)):
+        elif not (node.dtype.is_floating_point if node.attr in _FLOATING_INPUTS else is_integer(node.dtype)):
             yield f"input {node.attr!r} cannot be {dtype_name(node.dtype)}"
 
 

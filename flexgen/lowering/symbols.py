@@ -181,10 +181,11 @@ class Algebra:
     def mod(self, a: Node, divisor: int) -> Node:
         """Return a % divisor for a positive divisor, multiples of the divisor left out."""
         total = self.linear(a)
-        found = self.range_of(total)
-        if found.lo is not None and found.hi is not None and found.lo // divisor == found.hi // divisor:
-            return self.build(total.plus(-(found.lo // divisor) * divisor))
         rest = Linear.of(((atom, c) for atom, c in total if c % divisor), total.constant % divisor)
+        for dividend in (total, rest):
+            found = self.range_of(dividend)
+            if found.lo is not None and found.hi is not None and found.lo // divisor == found.hi // divisor:
+                return self.build(dividend.plus(-(found.lo // divisor) * divisor))
         return _make("mod", self.build(rest), number(divisor))
 
     # Order.

@@ -14,7 +14,7 @@ from flexgen.ir.sizes import size_name
 from flexgen.lowering.host_value import all_hold
 from flexgen.lowering.proofs import Proof
 from flexgen.options import Layout
-from flexgen.problem import DIVISOR, INDEX_LIMIT, Guard, Problem, TableForm, bucket
+from flexgen.problem import DIVISOR, INDEX_LIMIT, SIZE_LIMIT, Guard, Problem, TableForm, bucket
 from flexgen.runtime.block_table import BlockTable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -185,7 +185,7 @@ def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
     """
     wide = {name for name, tensor in launch.tensors.items() if _row_span(tensor) >= INT32_END}
     wide |= {"output"} if output_span >= INT32_END else set()
-    wide |= {name for name, buffer in launch.buffers.items() if _span(buffer) >= INT32_END}
+    wide |= {name for name, buffer in launch.buffers.items() if _is_wide(buffer)}
     wide |= {name for name, number in launch.scalars.items() if isinstance(number, int) and abs(number) > INDEX_LIMIT}
     length = max(launch.q_offset + launch.q_len, launch.kv_offset + launch.kv_len)
     return Guard(
@@ -220,6 +220,10 @@ def _row_span(tensor: torch.Tensor) -> int:
 
 def _span(tensor: torch.Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1) + 1
+
+
+def _is_wide(buffer: torch.Tensor) -> bool:
+    return _span(buffer) >= INT32_END or max(buffer.shape, default=0) >= SIZE_LIMIT
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:

@@ -121,7 +121,7 @@ class Checker:
         assert not (some & ~visited).any(), "a live entry is not visited"
         assert not (full & ~every).any(), "a masked entry lies in a full range"
         padded = torch.nn.functional.pad(some, (0, -self.length % columns))
-        return Visits(int(touched.sum()), int(padded.unflatten(1, (-1, columns)).any(2).sum()))
+        return Visits(int(touched.sum()), int(padded.reshape(len(tiles), -1, columns).any(2).sum()))
 
     def _of_tile(self, tile: Tile) -> Tensor:
         return self.live[tile.b, tile.h_lo : tile.h_hi + 1, tile.lo : tile.hi + 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-import attn_gym.masks as gym
+import attn_gym.masks as gym  # type: ignore[import-untyped]
 import pytest
 import torch
 

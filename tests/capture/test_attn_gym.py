@@ -41,7 +41,7 @@ def _mask_cases() -> dict[str, Callable[[], Mod]]:
         "shared prefix": lambda: shared_prefix.generate_shared_prefix_mask_mod(
             offsets, torch.tensor([0, 0, 0], dtype=torch.int32)
         ),
-        "sta": lambda: masks.sta.generate_sta_mask_mod_2d((4, 4), (3, 3), (2, 2)),
+        "sta": lambda: masks.sta.generate_sta_mask_mod_2d((6, 6), (6, 6), (2, 2)),
         "svg spatial": lambda: svg.generate_spatial_head_mask_mod(2, 2, 3, 1),
         "svg temporal": lambda: svg.generate_temporal_head_mask_mod(2, 2, 3, 1),
         "vsa": lambda: vsa.generate_vsa_mask_mod(torch.arange(B * H * 3 * 2).view(B, H, 3, 2) % 4, 2),

@@ -39,18 +39,26 @@ LOOKUPS: dict[str, Mod] = {
     "ellipsis and None": lambda s, b, h, q, k: s + PAIRS[..., q, k][b, h] + ROWS[None, h, q][0],
     "expanded and strided": lambda s, b, h, q, k: s + EXPANDED[q] + STRIDED[h, k],
     "0-d": lambda s, b, h, q, k: s * ZERO_D + ZERO_D,
-    "transposed": lambda s, b, h, q, k: s + ROWS.T[q, h] + ROWS.transpose(0, 1)[k][h] + PAIRS.permute(3, 0, 1, 2)[k, b, h, q],
-    "reshaped": lambda s, b, h, q, k: s + ROWS.view(-1)[h * 9 + q] + PAIRS.flatten(2)[b, h, q * 7 + k] + HEADS.view(1, 3, 1)[0, h, 0],
+    "transposed": lambda s, b, h, q, k: (
+        s + ROWS.T[q, h] + ROWS.transpose(0, 1)[k][h] + PAIRS.permute(3, 0, 1, 2)[k, b, h, q]
+    ),
+    "reshaped": lambda s, b, h, q, k: (
+        s + ROWS.view(-1)[h * 9 + q] + PAIRS.flatten(2)[b, h, q * 7 + k] + HEADS.view(1, 3, 1)[0, h, 0]
+    ),
     "unit axes": lambda s, b, h, q, k: s + HEADS.unsqueeze(0)[0, h] + HEADS[:, None][h].squeeze(0),
     "diagonal": lambda s, b, h, q, k: s + ROWS.diagonal()[h] + ROWS.diagonal(2)[h],
     "expand in the mod": lambda s, b, h, q, k: s + HEADS[:, None].expand(3, 5)[h, q],
     "flip and repeat": lambda s, b, h, q, k: s + HEADS.flip(0)[h] + HEADS.repeat(3)[q],
     "join": lambda s, b, h, q, k: s + torch.cat([HEADS, HEADS * 2])[q] + torch.stack([HEADS, HEADS + 1])[b, h],
-    "unbind and split": lambda s, b, h, q, k: s + ROWS.unbind(0)[1][q] + ROWS.split(4, dim=1)[0][h, 1] + HEADS.chunk(3)[2][0],
+    "unbind and split": lambda s, b, h, q, k: (
+        s + ROWS.unbind(0)[1][q] + ROWS.split(4, dim=1)[0][h, 1] + HEADS.chunk(3)[2][0]
+    ),
     "whole-tensor arithmetic": lambda s, b, h, q, k: s + (ROWS * 2 + 1)[h, q] + (ROWS * HEADS[:, None])[h, k],
     "cast of a table": lambda s, b, h, q, k: s + INTEGERS.float()[q] + HALF[k] + HALF.float()[q] + DOUBLES[q],
     "gather": lambda s, b, h, q, k: s + torch.gather(ROWS[h], 0, q) + torch.take(ROWS, h * 9 + q),
-    "index_select": lambda s, b, h, q, k: s + torch.index_select(HEADS, 0, h)[0] + torch.nn.functional.embedding(h, ROWS)[q],
+    "index_select": lambda s, b, h, q, k: (
+        s + torch.index_select(HEADS, 0, h)[0] + torch.nn.functional.embedding(h, ROWS)[q]
+    ),
     "index tensor": lambda s, b, h, q, k: s + ROWS[h][torch.tensor([0, 2, 4])][1] + ROWS[:, [1, 3]][h, 0],
     "two index tensors": lambda s, b, h, q, k: s + ROWS[torch.tensor([0, 2]), torch.tensor([1, 3])][b],
     "arange in the mod": lambda s, b, h, q, k: s + torch.arange(100)[q] + torch.arange(10, 0, -1)[k],
@@ -60,7 +68,7 @@ LOOKUPS: dict[str, Mod] = {
     "sum of a row": lambda s, b, h, q, k: s + ROWS[h].sum() + ROWS.sum(0)[q] + ROWS.sum(dim=1, keepdim=True)[h, 0],
     "mean, prod, extrema": lambda s, b, h, q, k: s + ROWS[h].mean() + ROWS.prod(1)[h] + ROWS.amax(0)[q] + ROWS[h].min(),
     "max along a dim": lambda s, b, h, q, k: s + ROWS.max(dim=0).values[q] + ROWS.min(1)[0][h],
-    "any and all": lambda s, b, h, q, k: s + (INTEGERS == q).any() + FLAGS.all() + (ROWS[h] > 0).any(dim=-1),
+    "any and all": lambda s, b, h, q, k: s + (q == INTEGERS).any() + FLAGS.all() + (ROWS[h] > 0).any(dim=-1),
     "dot": lambda s, b, h, q, k: s + torch.dot(ROWS[h], ROWS[0]) + ROWS[h] @ ROWS[1] + (ROWS @ ROWS[h])[b],
     "matmul and einsum": lambda s, b, h, q, k: s + (ROWS @ ROWS.T)[h, b] + torch.einsum("d,d->", ROWS[h], ROWS[b]),
     "half precision sum": lambda s, b, h, q, k: s + HALF.sum() + INTEGERS.sum() + FLAGS.sum(),

@@ -1,5 +1,7 @@
 """Captured values are re-read at every call, and a mod is traced again only when a guard misses."""
 
+# ruff: noqa: B007, B023 -- loops here rebind the very variables that the mods close over
+
 from __future__ import annotations
 
 import copy
@@ -8,10 +10,11 @@ import pickle
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from flexgen.capture import live as live_module
@@ -23,7 +26,7 @@ WINDOW = 3
 OFFSET = 0.5
 
 
-@pytest.fixture()
+@pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of mods traced so far in this test."""
     seen: list[str] = []
@@ -92,7 +95,10 @@ def test_tensor_of_another_class_is_captured_anew_and_both_are_kept(how: str, tr
 
 def test_size_is_guarded_only_where_it_was_read(traces: list[str]) -> None:
     table = torch.zeros(8, dtype=torch.bool)
-    free, read = LiveMods(None, lambda b, h, q, k: table[q - k]), LiveMods(None, lambda b, h, q, k: table[q % len(table)])
+    free, read = (
+        LiveMods(None, lambda b, h, q, k: table[q - k]),
+        LiveMods(None, lambda b, h, q, k: table[q % len(table)]),
+    )
     for _ in range(2):
         free.current(), read.current()
         table = torch.zeros(9, dtype=torch.bool)
@@ -194,7 +200,7 @@ class BiasModule(torch.nn.Module):
         return s + self.table[q]
 
     def mod(self, s, b, h, q, k):
-        return s + getattr(self, "table")[q]
+        return s + self.table[q]
 
 
 def test_attributes_of_an_object_are_re_read() -> None:
@@ -355,6 +361,22 @@ def test_concurrent_readers_trace_once(traces: list[str]) -> None:
         thread.join()
     assert traces == ["score"]
     assert len({id(reading) for reading in readings}) == 1
+
+
+@pytest.mark.parametrize(
+    "outside",
+    [torch.inference_mode, torch.no_grad, FakeTensorMode, lambda: torch.device("meta"), lambda: torch.autocast("cpu")],
+)
+def test_modes_active_outside_do_not_matter(outside: Callable[[], AbstractContextManager[object]]) -> None:
+    table = torch.randn(3, 4, requires_grad=True)
+
+    def mod(s, b, h, q, k):
+        return s + (table[h] @ table[b]) * torch.tensor(2.0) + table[:, [1, 2]][h, 0]
+
+    with outside():
+        reading = LiveMods(mod).current()
+    (graph,) = reading.captured.mods.graphs()
+    torch.testing.assert_close(captured(reading, graph), direct(mod, "score"))
 
 
 def test_no_mods_capture_to_nothing() -> None:

@@ -41,7 +41,8 @@ def test_conversion_inside_an_operation_does_not_take_the_variable() -> None:
 
 def test_columns_count_characters_not_bytes() -> None:
     def mod(score, b, h, q_idx, kv_idx):
-        größe = q_idx * 2; return größe + kv_idx  # noqa: E702
+        größe = q_idx * 2
+        return größe + kv_idx
 
     captured = LiveMods(mod).current().captured
     assert captured.mods.score is not None
@@ -109,7 +110,7 @@ def test_captured_names_are_unique() -> None:
 
 
 def test_colliding_names_give_valid_graphs() -> None:
-    q_idx, inf, BLOCK_M = torch.zeros(8), torch.zeros(8), torch.zeros(8)  # noqa: N806
+    q_idx, inf, BLOCK_M = torch.zeros(8), torch.zeros(8), torch.zeros(8)
     mods = LiveMods(lambda s, b, h, q, k: s + q_idx[q] + inf[k] + BLOCK_M[q]).current().captured.mods
     verify(mods)
     assert len(mods.buffers) == 3

@@ -7,7 +7,7 @@ import torch
 
 import flexgen
 from tests.corpus.case import Shape
-from tests.forward.run import Inputs, check_forward, random_inputs
+from tests.forward.run import Inputs, check_block_mask, check_forward, random_inputs
 
 
 def causal(b, h, q, k):
@@ -26,6 +26,20 @@ def test_views_into_longer_keys_after_a_contiguous_call(device):
     view = Inputs(whole.query, whole.key[:, :, :48], whole.value[:, :, :48])
     check_forward(view, attention=attention)
     check_forward(Inputs(*(tensor.contiguous() for tensor in view)), attention=attention)
+
+
+def test_nothing_outside_a_view_is_used(device):
+    """Rows after the length and columns after the head dim hold NaN in the storage that the views look into."""
+    inputs = random_inputs(Shape(1, 2, 2, 40, 70), device, head_dim=24)
+    views = []
+    for tensor in inputs:
+        storage = torch.full((1, 2, 128, 48), float("nan"), device=device)
+        views.append(storage[:, :, : tensor.shape[2], :24])
+        views[-1].copy_(tensor)
+    check_forward(Inputs(*views))
+    check_forward(Inputs(*views), mask_mod=causal)
+    block_mask = flexgen.create_block_mask(causal, 1, 1, 40, 70, device=device)
+    check_block_mask(Inputs(*views), block_mask)
 
 
 def test_packed_query_key_value(device):

@@ -1,0 +1,42 @@
+"""The two sides of a tile of scores, queries and keys: how a kernel addresses and masks what lies along each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a tile.
+
+    Attributes:
+        index: the name of its positions, [BLOCK].
+        exists: the name of the condition that a position exists, or "" where all do.
+        axis: "q" or "kv", the suffix of strides along it.
+        wide: tensors whose offsets along it need 64 bits.
+        unit_stride: tensors whose last dimension has stride 1.
+    """
+
+    index: str
+    exists: str
+    axis: str
+    wide: Collection[str]
+    unit_stride: Collection[str]
+
+    def address(self, tensor: str, dim: str) -> str:
+        """Return the addresses of a tile [BLOCK, head dim] of a tensor; its pointer is at the right batch and head."""
+        position = f"{self.index}[:, None]" + (".to(tl.int64)" if tensor in self.wide else "")
+        along = f"{dim}[None, :]" if tensor in self.unit_stride else f"{dim}[None, :] * {tensor}_stride_d"
+        return f"{tensor}_ptr + {position} * {tensor}_stride_{self.axis} + {along}"
+
+    def mask(self, dim_mask: str, *, check: bool = True) -> str:
+        """Return the mask of such a tile, "" where none is needed."""
+        exists = f"{self.exists}[:, None]" if self.exists and check else ""
+        return " & ".join(term for term in (exists, dim_mask) if term)
+
+
+def dim_mask(dim: str, size: int, rounded: int) -> str:
+    """Return the mask of a padded head dim, "" where it is not padded."""
+    name = "QK_HEAD_DIM" if dim == "qk_dim" else "V_HEAD_DIM"
+    return "" if size == rounded else f"({dim} < {name})[None, :]"

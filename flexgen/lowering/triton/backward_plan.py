@@ -1,0 +1,74 @@
+"""The plan of a plain Triton backward kernel: every template variable, each with its decision."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from flexgen.lowering.decision import Decision
+from flexgen.lowering.schedule import Schedule
+from flexgen.lowering.targets import Target
+
+
+class BackwardKernel(enum.Enum):
+    """Which gradients a kernel computes; the value is its entry's name."""
+
+    DQ = "backward_dq"  # a tile of queries walks keys
+    DKDV = "backward_dkdv"  # a tile of keys walks queries
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """Template variables of a backward kernel, by Inductor's names.
+
+    Attributes:
+        kernel: which gradients.
+        BLOCK_M, BLOCK_N: queries and keys of a tile (BLOCK_M1, BLOCK_N1 for dK/dV; BLOCK_M2, BLOCK_N2 for dQ).
+        scatter: captured buffers whose gradient this kernel accumulates.
+        Others as in ForwardPlan.
+    """
+
+    kernel: BackwardKernel
+    target: Target
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    QK_HEAD_DIM: int
+    QK_HEAD_DIM_ROUNDED: int
+    V_HEAD_DIM: int
+    V_HEAD_DIM_ROUNDED: int
+    SAFE_HEAD_DIM: bool
+    IS_DIVISIBLE: bool
+    SM_SCALE: float | None
+    GQA_SHARED_HEADS: int
+    HAS_FULL_BLOCKS: bool
+    SPARSE_Q_BLOCK_SIZE: int
+    SPARSE_KV_BLOCK_SIZE: int
+    FLOAT32_PRECISION: str
+    FAST_TANH: bool
+    FOLD_SCALE: bool
+    SUBTRACT_FIRST: bool
+    kpack: int | None
+    matrix_instr_nonkdim: int | None
+    waves_per_eu: int | None
+    shared_bytes: int
+    schedule: Schedule
+    scatter: tuple[str, ...]
+    query_dtype: torch.dtype
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    accumulator_dtype: torch.dtype
+    unit_stride: frozenset[str]
+    wide: frozenset[str]
+    wide_index: bool
+    decisions: tuple[Decision, ...]
+
+    @property
+    def compile_options(self) -> dict[str, int]:
+        """Return the options Triton's compiler takes besides the source."""
+        amd = {name: getattr(self, name) for name in ("kpack", "matrix_instr_nonkdim", "waves_per_eu")}
+        given = {name: value for name, value in amd.items() if value is not None}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **given}

@@ -1,0 +1,243 @@
+"""What each command prints, and that the printed is true."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexgen.commands import check
+from flexgen.commands.reference import DenseProblem, evaluate_dense
+from flexgen.commands.tile_map import Live, Visit
+from flexgen.runtime.cache import SourceCache
+from tests.cli.conftest import Run
+from tests.reference import dense_attention, eager_attention
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+# compile
+
+
+def test_dump_code_prints_the_source_and_nothing_else(mods: Path, run: Run) -> None:
+    said = run("compile", f"{mods}:softcap,causal", "--dump-code", "--target", "sm_90")
+    assert said.code == 0
+    assert "def softcap(" in said.out and "def causal(" in said.out
+    assert ast.get_docstring(ast.parse(said.out)) is not None
+    assert "said while loading" in said.err
+
+
+def test_a_default_target_is_told_apart_from_the_source(
+    causal: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = run("compile", causal, "--dump-code")
+    assert "no GPU here: compiling for sm_90" in said.err and "no GPU" not in said.out
+
+
+@needs_triton
+def test_dump_code_writes_a_numbered_file_for_each_stage(causal: Path, run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "out"
+    said = run("compile", causal, "--dump-code", folder, "--target", "sm_80")
+    assert said.code == 0
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [
+        "01_captured.ir",
+        "02_simplified.ir",
+        "03_facts.txt",
+        "04_plan.txt",
+        "05_forward.py",
+        "06_resources.txt",
+        "06_sm_80.ptx",
+    ]
+    assert sorted(said.out.split()) == sorted(str(folder / name) for name in names)
+    assert ".target sm_80" in (folder / "06_sm_80.ptx").read_text()
+    assert re.search(r"registers +\d+ a thread", (folder / "06_resources.txt").read_text())
+
+
+def test_dump_code_into_a_file_is_an_error_not_a_bug(causal: Path, run: Run) -> None:
+    said = run("compile", causal, "--dump-code", causal.with_name("mine.txt"), "--target", "interpret")
+    assert said.code == 0
+    blocked = causal.with_name("mine.txt") / "01_captured.ir" / "below"
+    said = run("compile", causal, "--dump-code", blocked, "--target", "interpret")
+    assert said.code == 2 and "cannot write" in said.err
+
+
+@needs_triton
+def test_compile_sums_up_what_it_built(causal: Path, run: Run) -> None:
+    said = run("compile", causal, "--target", "sm_80", "--set", "BLOCK_M=32", "BLOCK_N=32", "num_stages=2")
+    assert said.code == 0
+    assert "32 queries x 32 keys, 4 warps, 2 stages" in said.out
+    assert (
+        "closed form" in said.out and "registers" in said.out and "spills" in said.out and "shared memory" in said.out
+    )
+
+
+def test_the_interpreter_has_no_machine_code(causal: Path, run: Run) -> None:
+    said = run("compile", causal, "--target", "interpret")
+    assert said.code == 2 and "no machine code" in said.err
+    assert run("compile", causal, "--target", "interpret", "--dump-code").code == 0
+
+
+# explain
+
+
+def test_explain_gives_decisions_with_reasons_and_fits_the_screen(mods: Path, run: Run) -> None:
+    said = run("explain", f"{mods}:documents", "--set", "USE_SUBTILING=1", "--target", "sm_90")
+    assert said.code == 0
+    assert re.search(r"USE_SUBTILING += True +because: asked for", said.out)
+    assert "block table" in said.out
+    assert max(map(len, said.out.splitlines())) <= 100
+    assert "\x1b" not in said.out
+
+
+# check
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_check_compares_every_output_and_passes(mods: Path, run: Run, dtype: str) -> None:
+    said = run("check", f"{mods}:softcap,causal", "--dtype", dtype, "--target", "interpret")
+    assert said.code == 0, said.out + said.err
+    for name in ("output", "logsumexp", "max_scores"):
+        assert re.search(rf"^{name}( +\d\.\de[-+]\d\d){{3}}  pass$", said.out, re.MULTILINE)
+    assert said.out.endswith("pass\n")
+
+
+@needs_triton
+def test_check_fails_where_the_kernel_is_wrong(mods: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slightly_off(problem: DenseProblem, *arguments: object) -> object:
+        exact = evaluate_dense(problem, "exact")
+        exact.logsumexp[0, 0, 5] += 0.1
+        return exact
+
+    monkeypatch.setattr(check, "evaluate_dense", slightly_off)
+    said = run("check", f"{mods}:causal", "--target", "interpret")
+    assert said.code == 1 and said.out.endswith("FAIL\n")
+    assert re.search(r"^logsumexp .* FAIL$", said.out, re.MULTILINE)
+    assert re.search(r"^output .* pass$", said.out, re.MULTILINE)
+
+
+@needs_triton
+def test_check_says_that_a_shape_does_not_fit_the_captured_tensors(mods: Path, run: Run) -> None:
+    said = run("check", f"{mods}:documents", "--shape", "1,1,1,128,128,16,16", "--target", "interpret")
+    assert said.code == 2 and "outside of a captured tensor" in said.err and "--shape" in said.err
+
+
+@needs_triton
+def test_check_refuses_a_chip_that_is_not_here(causal: Path, run: Run) -> None:
+    said = run("check", causal, "--target", "gfx942")
+    assert said.code == 2 and "check cannot run on gfx942" in said.err
+
+
+def test_the_reference_agrees_with_that_of_the_tests() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, length, size, generator=generator, dtype=torch.float16)
+        for heads, length, size in ((4, 9, 8), (2, 12, 8), (2, 12, 5))
+    )
+    table = torch.randn(12, generator=generator)
+
+    def score_mod(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        return score * (h + 1) + table[kv_idx]
+
+    def mask_mod(b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        return (q_idx > 2) & (kv_idx <= q_idx + b)
+
+    problem = DenseProblem(query, key, value, score_mod, mask_mod, scale=0.5)
+    exact, theirs = evaluate_dense(problem, "exact"), dense_attention(query, key, value, score_mod, mask_mod, 0.5)
+    torch.testing.assert_close(exact.output, theirs.out)
+    torch.testing.assert_close(exact.logsumexp, theirs.lse)
+    torch.testing.assert_close(exact.max_scores, theirs.max_scores)
+    eager = eager_attention(query, key, value, score_mod, mask_mod, 0.5)
+    torch.testing.assert_close(evaluate_dense(problem, "eager").output, eager)
+
+
+# mask
+
+
+def test_mask_draws_what_is_visited(causal: Path, run: Run) -> None:
+    said = run("mask", causal, "--set", "BLOCK_M=64", "BLOCK_N=64", "--target", "sm_90")
+    assert said.code == 0
+    assert "closed form" in said.out and "[0, q_hi + 1)" in said.out
+    assert "16 tiles of 64 queries x 64 keys" in said.out
+    assert "10 (62.5%)" in said.out and "6 full, 4 partial, 6 empty" in said.out
+    assert "\n  +...\n  #+..\n  ##+.\n  ###+\n" in said.out
+    assert max(map(len, said.out.splitlines())) <= 100
+
+
+def test_mask_shrinks_a_picture_that_is_too_wide(causal: Path, run: Run) -> None:
+    said = run("mask", causal, "--shape", "1,1,1,2048,2048,16,16", "--set", "BLOCK_M=16", "BLOCK_N=16")
+    assert said.code == 0 and "one character is 3 x 3 tiles" in said.out
+    rows = [line for line in said.out.splitlines() if re.fullmatch(r"  [#+.]{20,}", line)]
+    assert len(rows) == 43 and rows[0] == "  +" + "." * 42 and rows[-1] == "  " + "#" * 42 + "+"
+
+
+def test_mask_shows_visits_of_empty_tiles(mods: Path, run: Run) -> None:
+    said = run("mask", f"{mods}:documents", "--set", "BLOCK_M=16", "BLOCK_N=16", "--target", "sm_90")
+    assert said.code == 0 and "block table" in said.out
+    drawn = sum(line.count("o") for line in said.out.splitlines() if re.fullmatch(r"  [#+.o]{6}", line))
+    needless = re.search(r"visited needlessly +(\d+)", said.out)
+    assert drawn == (int(needless[1]) if needless else 0)
+
+
+def test_mask_looks_at_the_chosen_batch_and_head(write: object, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "by_head.py"
+    path.write_text("def mask_mod(b, h, q_idx, kv_idx):\n    return (kv_idx >= 64 * h) & (q_idx >= kv_idx)\n")
+    arguments = (path, "--shape", "1,2,2,128,128,16,16", "--set", "BLOCK_M=64", "BLOCK_N=64", "--target", "sm_90")
+    assert "\n  +.\n  #+\n" in run("mask", *arguments).out
+    assert "\n  ..\n  .+\n" in run("mask", *arguments, "--head", "1").out
+    assert run("mask", *arguments, "--head", "2").code == 2
+
+
+def test_packed_heads_share_their_tiles(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "packed.py"
+    path.write_text("def mask_mod(b, h, q_idx, kv_idx):\n    return kv_idx <= q_idx + 32 * h\n")
+    said = run("mask", path, "--shape", "1,4,1,8,128,16,16", "--set", "BLOCK_N=32", "--target", "sm_90")
+    assert said.code == 0, said.err
+    assert "live, by the mask" in said.out
+
+
+def test_a_file_without_a_mask_is_visited_in_full(mods: Path, run: Run) -> None:
+    said = run("mask", f"{mods}:softcap", "--target", "sm_90")
+    assert said.code == 0 and "no mask" in said.out and "(100.0%)" in said.out
+
+
+def test_the_meanings_of_tiles_are_ordered() -> None:
+    assert list(Visit) == [0, 1, 2] and list(Live) == [0, 1, 2]
+
+
+# resources
+
+
+@needs_triton
+def test_resources_has_a_row_for_each_target(causal: Path, run: Run) -> None:
+    said = run("resources", causal, "--target", "sm_80,gfx942", "--target", "sm_80")
+    assert said.code == 0
+    header, *rows = said.out.splitlines()
+    assert header.split()[:5] == ["target", "tile", "warps", "stages", "regs"]
+    assert [row.split()[0] for row in rows[:2]] == ["sm_80", "gfx942"]
+    assert all(int(row.split()[8]) > 0 for row in rows[:2]), "no matrix instructions"
+    assert max(map(len, said.out.splitlines())) <= 100
+
+
+# cache
+
+
+def test_cache_lists_and_clears(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXGEN_CACHE_DIR", str(tmp_path / "cache"))
+    assert run("cache", "path").out == f"{tmp_path / 'cache'}\n"
+    assert not (tmp_path / "cache").exists()
+    assert run("cache", "clear").out.startswith("deleted 0 sources")
+    docstring = (
+        '"""Fused attention, forward, for sm_90. Written by flexgen.\n\nscore_mod    none: x\nmask_mod     causal\n"""'
+    )
+    SourceCache(tmp_path / "cache").get("0123456789abcdef", lambda: docstring)
+    said = run("cache", "list")
+    assert said.code == 0 and "forward, for sm_90, mask_mod causal" in said.out and "1 source," in said.err
+    assert run("cache", "clear").out.startswith("deleted 1 source ")
+    assert run("cache", "list").out == ""

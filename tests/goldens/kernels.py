@@ -1,0 +1,233 @@
+"""The whole kernels behind tests/golden/kernels: one concept each, as a user would ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+import flexgen
+from flexgen.lowered import Lowered
+from tests.goldens.changing import lower_after_change
+
+Mod = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of query, key and value, of which none is real memory."""
+
+    B: int = 2
+    Hq: int = 4
+    Hkv: int = 4
+    Lq: int = 1024
+    Lk: int = 1024
+    D: int = 64
+    Dv: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def empty(heads: int, length: int, head_dim: int) -> torch.Tensor:
+            return torch.empty(self.B, heads, length, head_dim, dtype=self.dtype, device="meta")
+
+        value_dim = self.D if self.Dv is None else self.Dv
+        return (
+            empty(self.Hq, self.Lq, self.D),
+            empty(self.Hkv, self.Lk, self.D),
+            empty(self.Hkv, self.Lk, value_dim),
+        )
+
+
+SIZES = Sizes()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """A kernel of one concept.
+
+    Attributes:
+        build: returns (score_mod, mask_mod); or a generator that yields them and then changes what they capture.
+        make_table: makes the block mask of mask_mod, where the call brings one.
+    """
+
+    build: Callable[[], Any]
+    sizes: Sizes
+    options: Mapping[str, Any]
+    aux: flexgen.AuxRequest | None
+    make_table: Callable[[Mod], Any] | None
+
+    @property
+    def name(self) -> str:
+        return self.build.__name__
+
+    def lower(self, target: str) -> Lowered:
+        return lower_after_change(
+            self.build,
+            lambda mods: flexgen.compile(*mods, self.options),
+            lambda attention: self._lower(attention, target),
+        )
+
+    def _lower(self, attention: flexgen.Attention, target: str) -> Lowered:
+        table = self.make_table(attention.mask_mod) if self.make_table and attention.mask_mod else None
+        return attention.lower(*self.sizes.tensors(), return_aux=self.aux, target=target, block_table=table)
+
+
+def kernel(
+    sizes: Sizes = SIZES,
+    *,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    aux: flexgen.AuxRequest | None = None,
+    make_table: Callable[[Mod], Any] | None = None,
+) -> Callable[[Callable[[], Any]], KernelCase]:
+    """Turn a builder of (score_mod, mask_mod) into the case named after it."""
+    return lambda build: KernelCase(build, sizes, options, aux, make_table)
+
+
+def blocks(q_block_size: int, kv_block_size: int, sizes: Sizes = SIZES) -> Callable[[Mod], Any]:
+    """Return a maker of block masks that list full blocks apart."""
+    size = (q_block_size, kv_block_size)
+    return lambda mask: flexgen.create_block_mask(mask, 1, 1, sizes.Lq, sizes.Lk, device="cpu", BLOCK_SIZE=size)
+
+
+def causal_mask(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+# Which keys a tile visits.
+
+
+@kernel()
+def no_mask():
+    return None, None
+
+
+@kernel()
+def causal():
+    return None, causal_mask
+
+
+@kernel()
+def sliding_window():
+    window = 256
+
+    def sliding_window_mask(b, h, q_idx, kv_idx):
+        causal = q_idx >= kv_idx
+        in_window = q_idx - kv_idx <= window
+        return causal & in_window
+
+    return None, sliding_window_mask
+
+
+@kernel()
+def sinks_and_window():
+    sinks, window = 4, 256
+
+    def sink_mask(b, h, q_idx, kv_idx):
+        distance = q_idx - kv_idx
+        return (distance >= 0) & ((distance < window) | (kv_idx < sinks))
+
+    return None, sink_mask
+
+
+@kernel()
+def bounds_reduced_over_rows():
+    document_of = torch.zeros(1024, dtype=torch.int32)
+    offsets = torch.zeros(9, dtype=torch.int32)
+
+    def document_mask(b, h, q_idx, kv_idx):
+        document = document_of[q_idx]
+        return (offsets[document] <= kv_idx) & (kv_idx < offsets[document + 1])
+
+    return None, document_mask
+
+
+@kernel()
+def run_time_window():
+    window = 256
+
+    def sliding_window_mask(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= window)
+
+    yield None, sliding_window_mask
+    window = 512
+
+
+# Block tables.
+
+
+@kernel(make_table=blocks(128, 128))
+def block_table():
+    return None, causal_mask
+
+
+@kernel(make_table=blocks(48, 96))
+def block_table_of_odd_sizes():
+    return None, causal_mask
+
+
+# Score mods.
+
+
+@kernel()
+def captured_bias():
+    bias = torch.zeros(4, 1024, 1024)
+
+    def add_bias(score, b, h, q_idx, kv_idx):
+        return score + bias[h, q_idx, kv_idx]
+
+    return add_bias, None
+
+
+@kernel()
+def softcap():
+    cap = 20.0
+
+    def softcap_mod(score, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(score / cap)
+
+    return softcap_mod, causal_mask
+
+
+# Shapes, dtypes and outputs.
+
+
+@kernel(Sizes(Hq=16, Hkv=2, Lq=1, Lk=4096))
+def packed_heads_of_a_decode():
+    return None, None
+
+
+@kernel(Sizes(Lq=1000, Lk=1000, D=80))
+def uneven_lengths_and_padded_head_dim():
+    return None, causal_mask
+
+
+@kernel(Sizes(dtype=torch.float32))
+def float32():
+    return None, causal_mask
+
+
+@kernel(aux=flexgen.AuxRequest(lse=True, max_scores=True))
+def logsumexp_and_maximum():
+    def first_rows_are_empty(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx >= 100)
+
+    return None, first_rows_are_empty
+
+
+# Options.
+
+
+@kernel(options={"USE_TMA": True})
+def bulk_copies():
+    return None, causal_mask
+
+
+@kernel(options={"USE_SUBTILING": True})
+def subtiling():
+    return None, causal_mask
+
+
+CASES: tuple[KernelCase, ...] = tuple(value for value in list(vars().values()) if isinstance(value, KernelCase))
