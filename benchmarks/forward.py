@@ -40,13 +40,17 @@ def inputs(problem: Problem, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3)]
 
 
-def contenders(case: Case, tensors: list[torch.Tensor], variants: dict[str, dict]) -> dict[str, Contender]:
+def contenders(
+    case: Case, tensors: list[torch.Tensor], variants: dict[str, dict], *, peers: bool
+) -> dict[str, Contender]:
     query, key, value = tensors
     length = query.shape[2]
     found: dict[str, Contender] = {}
     for name, options in variants.items():
         attention = flexgen.compile(case.score_mod, case.mask_mod, options)
         found[name] = lambda attention=attention: attention(query, key, value)
+    if not peers:
+        return found
     mask = create_block_mask(case.mask_mod, None, None, length, length, "cuda") if case.mask_mod else None
     compiled = torch.compile(torch_flex, dynamic=False)
     found["flex"] = lambda: compiled(query, key, value, score_mod=case.score_mod, block_mask=mask)
@@ -75,14 +79,14 @@ def check(call: Contender, case: Case, tensors: list[torch.Tensor]) -> float:
     return ((call()[:1, :2].float() - expected).norm() / expected.norm()).item()
 
 
-def run(problem: Problem, names: list[str], rounds: int, variants: dict[str, dict]) -> list[dict]:
+def run(problem: Problem, names: list[str], rounds: int, variants: dict[str, dict], *, peers: bool) -> list[dict]:
     rows = []
     tensors = inputs(problem, torch.bfloat16)
     for case in cases(problem.length, problem.heads, "cuda"):
         if names and case.name not in names:
             continue
         torch.compiler.reset()
-        calls = contenders(case, tensors, variants)
+        calls = contenders(case, tensors, variants, peers=peers)
         errors = {name: check(call, case, tensors) for name, call in calls.items()}
         wrong = {name: error for name, error in errors.items() if not error < 0.01}
         milliseconds = interleaved(calls, rounds)
@@ -104,7 +108,7 @@ def table(rows: list[dict], header: bool = True) -> str:
         lines.append("| --- " * (len(names) + 3) + "|")
     for row in rows:
         cells = [f"{row['tflops'][name]:.0f}" if name in row["tflops"] else "" for name in names]
-        best = row["tflops"].get("flexgen", 0) / row["tflops"]["flex"]
+        best = row["tflops"]["flexgen"] / row["tflops"].get("flex", float("nan"))
         wrong = f" WRONG {row['wrong']}" if row["wrong"] else ""
         lines.append(f"| {row['head_dim']} | {row['case']} | " + " | ".join(cells) + f" | {best:.2f}{wrong} |")
     return "\n".join(lines)
@@ -128,12 +132,15 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", default=[])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--variants", default="{}", help="JSON: name -> options, timed beside the defaults")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="time flexgen's variants alone")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     variants = {"flexgen": {}, **json.loads(args.variants)}
     rows = []
     for head_dim in args.head_dim:
-        rows += run(Problem(2, 2048 // head_dim, args.length, head_dim), args.case, args.rounds, variants)
+        rows += run(
+            Problem(2, 2048 // head_dim, args.length, head_dim), args.case, args.rounds, variants, peers=args.peers
+        )
     print(table(rows))
     if args.out:
         args.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")

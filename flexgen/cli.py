@@ -170,7 +170,7 @@ def _code(leaving: SystemExit) -> int:
 
 # Running.
 
-_PROSE = ("error: ", "bug in flexgen: ", "  why: ", "  fix: ")  # not the user's line and its carets
+_PROSE = ("  why: ", "  fix: ")  # lines that may be broken; not the user's own, nor the carets below it
 
 
 def _quietly(run: Callable[[], int]) -> int:

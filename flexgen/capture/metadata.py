@@ -13,6 +13,7 @@ from flexgen.capture.call import hint
 from flexgen.capture.indexing import INDEXING
 
 _MAX_SAMPLE_ELEMENTS = 1 << 16
+_MAX_DENSE_ELEMENTS = 1 << 12  # torch warns of some operations on expanded tensors
 
 Place = str  # "cpu" or "meta"
 
@@ -42,8 +43,9 @@ def _is_small(arg: Any) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _ones(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return ones of any dtype in one element of memory; ones, so that an integer division is defined."""
-    return torch.ones((), dtype=torch.float32, device="cpu").to(dtype).expand(shape)
+    """Return ones of any dtype (so that an integer division is defined); large ones share one element of memory."""
+    ones = torch.ones((), dtype=torch.float32, device="cpu").to(dtype).expand(shape)
+    return ones.contiguous() if ones.numel() <= _MAX_DENSE_ELEMENTS else ones
 
 
 def _sample(arg: Any, place: Place) -> Any:
@@ -58,11 +60,7 @@ def _sample(arg: Any, place: Place) -> Any:
 
 def _stand_in(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
-        return (
-            result
-            if result.is_meta
-            else torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device="meta")
-        )
+        return stand_in.like(result)
     if isinstance(result, list | tuple):
         return type(result)(_stand_in(item) for item in result)
     return result

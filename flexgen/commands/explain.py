@@ -10,7 +10,7 @@ from flexgen.commands.console import Console, Span, wrapped
 from flexgen.commands.subject import choose_target, load_subject
 
 EXAMPLES = """\
-  flexgen explain causal.py                      what was proven about the mask, and what was decided
+  flexgen explain causal.py                      what was proven, and what was decided
   flexgen explain causal.py --target sm_80 --dtype fp32
   flexgen explain mods.py:softcap --set USE_SUBTILING=1"""
 

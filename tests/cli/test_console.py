@@ -59,5 +59,5 @@ def test_long_lines_continue_below_their_text() -> None:
     line = "  label     " + "word " * 8
     assert list(wrapped(line, 34)) == ["  label     word word word word", "            word word word word"]
     decision = "  NAME = 1 because: " + "word " * 4
-    assert list(wrapped(decision, 34)) == ["  NAME = 1 because: word word", "                    word word"]
+    assert list(wrapped(decision, 34)) == ["  NAME = 1 because: word word word", "                    word"]
     assert list(wrapped("short\n\n  lines")) == ["short", "", "  lines"]

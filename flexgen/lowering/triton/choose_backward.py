@@ -1,0 +1,148 @@
+"""Decides the plans of the backward kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from flexgen.lowering.rounding import round_up_to_power_of_two
+from flexgen.lowering.targets import Target
+from flexgen.lowering.triton import choose
+from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan
+from flexgen.lowering.triton.choose import Answers, Question
+from flexgen.lowering.triton.tiles import REGISTER_BUDGET, Tile, TileShape, captured_loads
+from flexgen.options import KernelOptions
+
+# The options that hold a kernel's tile: Inductor's names for queries and keys of dK/dV and of dQ.
+TILE_OPTIONS = {
+    BackwardKernel.DKDV: {"BLOCK_M1": "BLOCK_M", "BLOCK_N1": "BLOCK_N"},
+    BackwardKernel.DQ: {"BLOCK_M2": "BLOCK_M", "BLOCK_N2": "BLOCK_N"},
+}
+
+
+def choose_backward(question: Question, kernel: BackwardKernel, scatter: tuple[str, ...]) -> BackwardPlan:
+    """Decide every template variable of a backward kernel.
+
+    Args:
+        question: with the backward options, and the schedule of the kernel's own direction.
+        scatter: captured buffers whose gradient this kernel accumulates.
+
+    Raises:
+        OptionError, NoFeasiblePlanError, UnsupportedProblemError: as for the forward.
+    """
+    question = dataclasses.replace(question, options=_own_tile(question.options, kernel))
+    answers = Answers()
+    choose.decide_backend(question, answers)
+    choose.decide_head_dims(question, answers)
+    choose.decide_table(question, answers)
+    _tile(question, answers, kernel)
+    choose.decide_divisible(question, answers)
+    _scale(question, answers)
+    choose.decide_arithmetic(question, answers)
+    choose.decide_amd(question, answers)
+    names = {field.name for field in dataclasses.fields(BackwardPlan)}
+    values: dict[str, Any] = {d.name: d.value for d in answers.decisions if d.name in names}
+    problem = question.problem
+    return BackwardPlan(
+        kernel=kernel,
+        target=question.target,
+        schedule=question.schedule,
+        scatter=scatter,
+        query_dtype=problem.query_dtype,
+        key_dtype=problem.key_dtype,
+        value_dtype=problem.value_dtype,
+        accumulator_dtype=problem.accumulator_dtype,
+        unit_stride=problem.unit_stride,
+        wide=question.guard.wide,
+        wide_index=question.guard.wide_index,
+        decisions=tuple(answers.decisions),
+        **values,
+    )
+
+
+def _own_tile(options: KernelOptions, kernel: BackwardKernel) -> KernelOptions:
+    """Move the kernel's own tile options to BLOCK_M and BLOCK_N, which are the forward's."""
+    named = {block: getattr(options, option) for option, block in TILE_OPTIONS[kernel].items()}
+    return dataclasses.replace(options, **{"BLOCK_M": None, "BLOCK_N": None, **named})
+
+
+def _tile(question: Question, answers: Answers, kernel: BackwardKernel) -> None:
+    problem = question.problem
+    itemsize = problem.query_dtype.itemsize
+    qk, v = answers["QK_HEAD_DIM_ROUNDED"], answers["V_HEAD_DIM_ROUNDED"]
+    shape = TileShape(qk, v, itemsize, itemsize, itemsize, captured_loads(question.mods))
+    first, origin = preferred(problem.query_dtype, max(qk, v), question.target, kernel)
+    first = _fit_lengths(first, question)
+    choose.settle_tile(question, answers, first, origin, shape, _Physics(kernel))
+
+
+def _fit_lengths(tile: Tile, question: Question) -> Tile:
+    guard, table = question.guard, question.problem.table
+    block_m = min(tile.BLOCK_M, round_up_to_power_of_two(guard.q_bucket or tile.BLOCK_M))
+    block_n = min(tile.BLOCK_N, round_up_to_power_of_two(guard.kv_bucket or tile.BLOCK_N))
+    if table is not None:
+        block_m = choose.dividing(block_m, table.q_block_size)
+        block_n = choose.dividing(block_n, table.kv_block_size)
+    return Tile(block_m, block_n, tile.num_warps, tile.num_stages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Physics:
+    """What a backward tile needs of the chip."""
+
+    kernel: BackwardKernel
+
+    def shared_bytes(self, tile: Tile, shape: TileShape, target: Target) -> int:
+        """Return an upper bound: the own side's two tiles, each stage's two walked ones, and the scores' operands."""
+        own_rows, walked_rows = self._sides(tile)
+        row_bytes = (shape.qk_rounded + shape.v_rounded) * shape.query_bytes
+        scores = 2 * tile.BLOCK_M * tile.BLOCK_N * shape.query_bytes
+        captured = tile.BLOCK_M * tile.BLOCK_N * shape.captured.tile_bytes
+        walked = walked_rows * (row_bytes + 2 * 4 + shape.captured.key_bytes) + captured
+        stages = tile.num_stages if target.matrix_unit in ("wgmma", "tcgen05") else max(tile.num_stages - 1, 1)
+        return own_rows * row_bytes + stages * walked + scores + 4096
+
+    def infeasible(self, tile: Tile, shape: TileShape, target: Target) -> str | None:
+        if target.backend == "interpret":
+            return None
+        needed = self.shared_bytes(tile, shape, target)
+        if needed > target.shared_bytes:
+            return f"needs {needed} bytes of shared memory, {target.name} has {target.shared_bytes}"
+        held = self._registers(tile, shape, target)
+        if held > REGISTER_BUDGET:
+            return f"holds {held} values a thread in registers, more than {REGISTER_BUDGET} spill"
+        return None
+
+    def _registers(self, tile: Tile, shape: TileShape, target: Target) -> int:
+        own_rows, walked_rows = self._sides(tile)
+        width = shape.qk_rounded if self.kernel is BackwardKernel.DQ else shape.qk_rounded + shape.v_rounded
+        return own_rows * (width + 2 * walked_rows) // (tile.num_warps * target.warp_size)
+
+    def _sides(self, tile: Tile) -> tuple[int, int]:
+        is_dq = self.kernel is BackwardKernel.DQ
+        return (tile.BLOCK_M, tile.BLOCK_N) if is_dq else (tile.BLOCK_N, tile.BLOCK_M)
+
+
+def preferred(dtype: torch.dtype, head_dim: int, target: Target, kernel: BackwardKernel) -> tuple[Tile, str]:
+    """Return the first choice for a head dim (the larger rounded one) and where it comes from."""
+    if target.backend == "interpret":
+        return Tile(128, 128, 4, 1), "the interpreter's cost is per step, not per element"
+    if dtype.itemsize >= 4:
+        return Tile(32, 32, 4, 1), "guess: float32 products run outside the matrix units"
+    sizes = {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 64, 8, 1), 1 << 30: (32, 32, 8, 1)}
+    own, walked, warps, stages = sizes[next(limit for limit in sizes if head_dim <= limit)]
+    is_dq = kernel is BackwardKernel.DQ
+    tile = Tile(own, walked, warps, stages) if is_dq else Tile(walked, own, warps, stages)
+    return tile, "guess until measured"
+
+
+def _scale(question: Question, answers: Answers) -> None:
+    scale = question.problem.scale
+    answers.add("SM_SCALE", scale, "a constant" if scale is not None else "varies between calls: a run-time argument")
+    answers.add("FOLD_SCALE", *choose.fold(question, prescale=False))
+    low = choose.lowest_reason(question.mods.score)
+    answers.add("SUBTRACT_FIRST", low is not None, low or "scores stay far from the float32 minimum")
+
+
