@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexgen.capture.live import Captured
+from flexgen.codegen.block_table_emit import TableSource, emit_block_table
 from flexgen.codegen.emit import emit_forward
 from flexgen.codegen.source import KernelSource
-from flexgen.ir.graph import Graph, Mods
+from flexgen.ir.graph import Axis, Graph, Mods
 from flexgen.ir.origins import Origins
 from flexgen.ir.simplify import Simplified, simplify
+from flexgen.lowering.blocks import BlockRule, block_rule
 from flexgen.lowering.facts import MaskFacts, analyse_mask
 from flexgen.lowering.schedule import forward_schedule
+from flexgen.lowering.table_plan import TablePlan
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.choose import Question, choose_forward
+from flexgen.lowering.triton.choose_table import TABLE_TIERS, TableChoice, choose_table
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.options import KernelOptions
-from flexgen.problem import Guard, Problem
+from flexgen.problem import Guard, Problem, TableForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class Understood:
     simplified: Simplified
     facts: MaskFacts  # tiles of one head
     packed_facts: MaskFacts  # tiles that hold the heads of a group
+    rule: BlockRule | None = None  # how blocks are classified, for masks that are no intervals
 
     @property
     def mods(self) -> Mods:
@@ -35,6 +40,14 @@ class Understood:
     @property
     def origins(self) -> Origins:
         return self.simplified.origins
+
+
+@dataclass(frozen=True, slots=True)
+class TableKernel:
+    """Planned and emitted kernels that derive a block table."""
+
+    plan: TablePlan
+    source: TableSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +65,9 @@ def understand(captured: Captured) -> Understood:
     simplified = Simplified(mods, simplified.origins, simplified.fired)
     facts = analyse_mask(simplified.mods.mask, origins=simplified.origins, single_head=True)
     packed = analyse_mask(simplified.mods.mask, origins=simplified.origins)
-    return Understood(captured, simplified, facts, packed)
+    mask = simplified.mods.mask
+    rule = block_rule(mask, simplified.origins) if mask is not None and facts.tier in TABLE_TIERS else None
+    return Understood(captured, simplified, facts, packed, rule)
 
 
 def _without_constant_mask(mods: Mods) -> Mods:
@@ -63,12 +78,36 @@ def _without_constant_mask(mods: Mods) -> Mods:
     return mods
 
 
+def implicit_table(
+    understood: Understood, problem: Problem, guard: Guard, target: Target, options: KernelOptions, trusted: bool
+) -> TableChoice:
+    """Decide whether a call without a block table gets one derived from its mask."""
+    return choose_table(understood.facts, understood.rule, problem, guard, target, options, trusted=trusted)
+
+
+def compile_table(understood: Understood, form: TableForm, guard: Guard, target: Target, walked: Axis) -> TableKernel:
+    """Emit the kernels that derive a table of a form; the mask has a rule."""
+    rule, mask = understood.rule, understood.mods.mask
+    assert rule is not None and mask is not None
+    plan = TablePlan(target, rule, form.q_block_size, form.kv_block_size, walked, guard.wide, guard.wide_index)
+    return TableKernel(plan, emit_block_table(mask, understood.origins, plan))
+
+
+def _why_no_table(
+    understood: Understood, problem: Problem, guard: Guard, target: Target, options: KernelOptions, trusted: bool
+) -> str:
+    if understood.rule is None:
+        return ""
+    return implicit_table(understood, problem, guard, target, options, trusted).because
+
+
 def compile_forward(
     understood: Understood, problem: Problem, guard: Guard, target: Target, options: KernelOptions, trusted: bool
 ) -> ForwardKernel:
     """Decide a forward plan and emit its kernel."""
     packs = problem.group > 1 and guard.q_bucket == 16 and problem.table is None
     facts = understood.packed_facts if packs else understood.facts
-    schedule = forward_schedule(facts, table=problem.table is not None, trusted=trusted)
+    refusal = "" if problem.table else _why_no_table(understood, problem, guard, target, options, trusted)
+    schedule = forward_schedule(facts, table=problem.table, trusted=trusted, without_table=refusal)
     plan = choose_forward(Question(problem, guard, target, options, understood.mods, facts, schedule))
     return ForwardKernel(plan, emit_forward(understood.mods, understood.origins, plan))

@@ -9,11 +9,19 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TableForm:
-    """The static part of a block table: block sizes, and whether full blocks are listed apart from partial ones."""
+    """The static part of a block table.
+
+    Attributes:
+        q_block_size, kv_block_size: the sides of a block.
+        has_full_blocks: full blocks are listed apart from partial ones.
+        derived: made from the call's own mask, as one compact list; else a block mask's, whose lists alone say what
+            is visited.
+    """
 
     q_block_size: int
     kv_block_size: int
     has_full_blocks: bool
+    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True)

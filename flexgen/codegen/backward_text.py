@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -216,7 +217,7 @@ class BackwardText:
         inputs = {**{name: name for name in names}, "h_lo": "h", "h_hi": "h"}
         axis = WalkedAxis(*(("KV_LEN", "BLOCK_N") if self.is_dq else ("Q_LEN", "BLOCK_M")), "", self.own.exists)
         printed = RangesPrinter(context, inputs, axis).print(self.plan.schedule)
-        used = set(" ".join(line for line in printed.lines if line[0] != "#").replace("(", " ").replace(",", " ").split())
+        used = set(re.findall(r"\w+", " ".join(line for line in printed.lines if line[0] != "#")))
         lines = tuple(f"{name} = {text}" for name, text in corners.items() if name in used)
         return PrintedRanges(lines + printed.lines, printed.names, printed.args, printed.prelude)
 

@@ -61,28 +61,34 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
 
 def print_context(mods: Mods, plan: ForwardPlan) -> PrintContext:
     """Return what the printers need: spelling, captured values, and ranges under the plan's guard."""
-    limit = Range(0, 2**31 - 1 if plan.wide_index else INDEX_LIMIT - 1)
+    dialect = Dialect(hardware=plan.target.backend == "cuda", fast_tanh=plan.FAST_TANH)
+    return mod_context(mods, dialect, plan.wide, plan.wide_index)
+
+
+def mod_context(mods: Mods, dialect: Dialect, wide: frozenset[str], wide_index: bool) -> PrintContext:
+    """Return what the printers need, for a dialect and a guard's `wide` and `wide_index`."""
+    limit = Range(0, 2**31 - 1 if wide_index else INDEX_LIMIT - 1)
     names = ("q_idx", "kv_idx", "q_lo", "q_hi", "kv_lo", "kv_hi", "Q_LEN", "KV_LEN")
     assumed = dict.fromkeys(names, limit) | dict.fromkeys(("b", "h", "h_lo", "h_hi"), Range(0, 2**24))
     sizes = {
         size_name(buffer.name, dim): Range(0, SIZE_LIMIT - 1)
         for buffer in mods.buffers
         for dim in range(buffer.rank)
-        if buffer.name not in plan.wide
+        if buffer.name not in wide
     }
     scalars = {
         scalar.name: Range(-INDEX_LIMIT, INDEX_LIMIT)
         for scalar in mods.scalars
-        if not scalar.dtype.is_floating_point and scalar.name not in plan.wide
+        if not scalar.dtype.is_floating_point and scalar.name not in wide
     }
     ranges: dict[str | Node, Range] = {}
     for known in (assumed, sizes, scalars):
         ranges.update(known)
     return PrintContext(
-        dialect=Dialect(hardware=plan.target.backend == "cuda", fast_tanh=plan.FAST_TANH),
+        dialect=dialect,
         buffers={buffer.name: buffer for buffer in mods.buffers},
         scalars={scalar.name: scalar for scalar in mods.scalars},
-        wide=plan.wide,
+        wide=wide,
         analysis=RangeAnalysis(ranges),
     )
 

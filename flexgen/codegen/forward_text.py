@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from flexgen.lowering.schedule import Walk
 from flexgen.lowering.triton.plan import ForwardPlan
 
 LISTS = ("kv_num_blocks", "kv_indices")
+DERIVED_LISTS = ("kv_num_blocks", "full_kv_num_blocks", "kv_offsets", "kv_indices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class ForwardHoles:
     """Everything the forward template prints besides the plan."""
 
     table: bool
+    derived: bool
     tiles_divide_blocks: bool
     two_kinds: bool
     attend_params: tuple[str, ...]
@@ -91,7 +94,8 @@ class ForwardText:
         context: PrintContext,
     ) -> None:
         self.plan, self.score, self.mask = plan, score, mask
-        self.table = plan.schedule.walk is Walk.TABLE
+        self.derived = plan.schedule.walk is Walk.DERIVED
+        self.table = self.derived or plan.schedule.walk is Walk.TABLE
         self.packs = plan.index_map.packs
         self.divides = not self.table or plan.SPARSE_Q_BLOCK_SIZE % plan.BLOCK_M == 0
         self.rows_masked = self.packs or not self.divides or not plan.IS_DIVISIBLE
@@ -108,6 +112,7 @@ class ForwardText:
         args = self._forward_args()
         return ForwardHoles(
             table=self.table,
+            derived=self.derived,
             tiles_divide_blocks=self.divides,
             two_kinds=self.two_kinds,
             attend_params=tuple(self._attend_params()),
@@ -288,7 +293,8 @@ class ForwardText:
         if self.table:
             yield self._visit("kv_indices_ptr + listed, tiles_per_block", "0, last", True)
             if self.plan.HAS_FULL_BLOCKS:
-                yield self._visit("full_kv_indices_ptr + listed, tiles_per_block", "0, last", False)
+                indices = "kv_indices_ptr" if self.derived else "full_kv_indices_ptr"
+                yield self._visit(f"{indices} + listed, tiles_per_block", "0, last", False)
             return
         for walk in self.walks:
             gaps = [_gap(left, right) for left, right in itertools.pairwise(walk.runs)]
@@ -351,6 +357,11 @@ class ForwardText:
         ]
 
     def _table_args(self) -> Iterable[Arg]:
+        if self.derived:
+            yield from (Arg(f"{name}_ptr", Role.TABLE, name, None, "*i32", True) for name in DERIVED_LISTS)
+            for dim, axis in enumerate("bh"):
+                yield Arg(f"kv_num_blocks_stride_{axis}", Role.TABLE_STRIDE, "kv_num_blocks", dim, "i32", False)
+            return
         prefixes = ("", "full_") if self.plan.HAS_FULL_BLOCKS else ("",)
         lists = [prefix + name for prefix in prefixes for name in LISTS]
         yield from (Arg(f"{name}_ptr", Role.TABLE, name, None, "*i32", True) for name in lists)
@@ -374,7 +385,7 @@ def _dim_mask(dim: str, size: int, rounded: int) -> str:
 
 
 def _mentions(text: str, name: str) -> bool:
-    return name in text.replace("(", " ").replace(")", " ").replace(",", " ").split()
+    return re.search(rf"\b{name}\b", text) is not None
 
 
 def _grouped(names: list[str], size: int) -> Iterable[list[str]]:

@@ -35,11 +35,12 @@ def header(mods: Mods, plan: ForwardPlan) -> str:
         ("rows safe", _yes(plan.ROWS_GUARANTEED_SAFE, _because(plan, "ROWS_GUARANTEED_SAFE"))),
         ("flags", ", ".join(f"{name}={getattr(plan, name)}" for name in FLAGS)),
     ]
-    body = "\n".join(_row(label, text) for label, text in rows)
+    body = "\n".join(row(label, text) for label, text in rows)
     return f'"""Fused attention, forward, for {plan.target.name}. Written by flexgen.\n\n{body}\n"""'
 
 
-def _row(label: str, text: str) -> str:
+def row(label: str, text: str) -> str:
+    """Return a labelled paragraph of a module's docstring."""
     safe = text.replace("\\", "/").replace('"""', "'''")
     indent = " " * 13
     paragraphs = safe.splitlines() or [""]

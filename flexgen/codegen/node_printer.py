@@ -146,7 +146,7 @@ class NodePrinter:
             case "load":
                 return self._load(node)
         dtype = self._dtypes[node]
-        operands = self._widened([self._operand(arg) for arg in node.args], dtype)
+        operands = self._widened(node, dtype)
         if node.op == "cast" and self._dtypes[node.args[0]] == dtype and node.dtype not in _HALF:
             return operands[0].expression
         spelled = SPELLINGS[node.op](self.context.dialect, dtype, operands)
@@ -156,15 +156,22 @@ class NodePrinter:
             return method(method(operands[0].expression, f"to({type_name(node.dtype)})"), "to(tl.float32)")
         return spelled.expression
 
-    def _widened(self, operands: list[Operand], dtype: torch.dtype) -> list[Operand]:
-        """Where the result needs 64 bits and no operand has them, widen one: the operation then has them."""
-        if dtype != torch.int64 or any(operand.dtype == torch.int64 for operand in operands):
+    def _widened(self, node: Node, dtype: torch.dtype) -> list[Operand]:
+        """Return the operands, one of them widened where the operation needs 64 bits and none of them has any.
+
+        A literal takes its type from the operand beside it, so it does not count.
+        """
+        operands = [self._operand(arg) for arg in node.args]
+        needs = dtype == torch.int64 or any(operand.dtype == torch.int64 for operand in operands)
+        typed = [at for at, arg in enumerate(node.args) if arg.op != "const"]
+        if not needs or any(operands[at].dtype == torch.int64 for at in typed):
             return operands
-        at = next((i for i, operand in enumerate(operands) if operand.dtype == torch.int32), None)
-        if at is None:
-            return operands
-        wide = method(operands[at].expression, "to(tl.int64)")
-        return [*operands[:at], Operand(wide, dtype, operands[at].non_negative), *operands[at + 1 :]]
+        for at in typed:
+            if operands[at].dtype == torch.int32:
+                wide = method(operands[at].expression, "to(tl.int64)")
+                operands[at] = Operand(wide, torch.int64, operands[at].non_negative)
+                break
+        return operands
 
     def _operand(self, node: Node) -> Operand:
         non_negative = not node.dtype.is_floating_point and self.context.analysis.of(node).non_negative

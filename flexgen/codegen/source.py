@@ -13,6 +13,7 @@ class Role(enum.Enum):
     TENSOR_STRIDE = "tensor stride"  # stride of such a tensor, in elements
     TABLE = "table"  # pointer to one of the block table's index tensors
     TABLE_STRIDE = "table stride"
+    TABLE_SIZE = "table size"
     BUFFER = "buffer"  # pointer to a captured tensor
     BUFFER_STRIDE = "buffer stride"
     BUFFER_SIZE = "buffer size"

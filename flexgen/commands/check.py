@@ -104,8 +104,8 @@ def compare(
         softmax_scale(None, query.shape[3]),
     )
     with fitting_shape(subject.shape):
-        exact = evaluate_dense(problem, "exact", lambda pieces: console.track(pieces, "computing in float64"))
-        eager = evaluate_dense(problem, "eager", lambda pieces: console.track(pieces, "computing eagerly"))
+        exact = evaluate_dense(problem, "exact", lambda work: console.track(work, "in float64", at_least=32))
+        eager = evaluate_dense(problem, "eager", lambda work: console.track(work, "eagerly", at_least=32))
     output, aux = subject.attention(query, key, value, return_aux=AuxRequest(lse=True, max_scores=True))
     actual = Outputs(to_bhsd(output, layout), aux.lse, aux.max_scores)
     return (

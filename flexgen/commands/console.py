@@ -69,9 +69,9 @@ class Console:
             spaced = [part for cell in padded for part in (Span("  "), cell)][1:]
             _write(self._out, self._rich_out, [*spaced[:-1], Span(spaced[-1].text.rstrip(), spaced[-1].style)])
 
-    def track(self, work: Sequence[Any], description: str) -> Iterable[Any]:
-        """Yield the items of `work`, with a progress bar where a person is watching and there is more than one."""
-        if self._rich_err is None or len(work) < 2:
+    def track(self, work: Sequence[Any], description: str, at_least: int = 2) -> Iterable[Any]:
+        """Yield the items of `work`, with a progress bar where a person is watching and they are many enough."""
+        if self._rich_err is None or len(work) < at_least:
             return iter(work)
         return self._tracked(work, description)
 
@@ -119,7 +119,7 @@ def _padded(cell: Span, width: int, to_the_left: bool) -> Span:
 
 def _write(stream: TextIO, rich: Any, spans: Line) -> None:
     if rich is None:
-        stream.write("".join(span.text for span in spans) + "\n")
+        stream.write("".join(span.text for span in spans).rstrip() + "\n")
         return
     text = RichText.assemble(*((span.text, span.style) for span in spans))
     rich.print(text, soft_wrap=True, highlight=False)

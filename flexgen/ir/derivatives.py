@@ -79,7 +79,7 @@ def _extremum(index: int, reaches: str, misses: str) -> ArgumentRule:
         own, other = node.args[index], node.args[1 - index]
         if is_number(other):
             return slope.guarded(_compare(reaches, own, other))
-        share = make("where", _compare("eq", own, other), _number(0.5, own), _number(1.0, own), dtype=own.dtype)
+        share = make("where", _compare("eq", *node.args), _number(0.5, own), _number(1.0, own), dtype=own.dtype)
         return slope.guarded(_not(_compare(misses, own, other))).times(share)
 
     return rule
@@ -95,6 +95,8 @@ def _power_base(slope: Slope, node: Node) -> Slope:
 
 def _power_exponent(slope: Slope, node: Node) -> Slope:
     base, exponent = map(_wide, node.args)
+    if base.op == "const" and isinstance(base.attr, float) and 0.0 < base.attr < math.inf:
+        return slope.times(node).scaled(math.log(base.attr))
     is_flat = _operation(
         "and",
         _compare("eq", base, _number(0.0, base)),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import reduce
 
 from flexgen.ir.derivatives import DERIVATIVES, gradient_dtype
 from flexgen.ir.grad_verify import verify_grad
-from flexgen.ir.graph import Graph, Node, const, input_node, topological
+from flexgen.ir.graph import Graph, Node, const, input_node
 from flexgen.ir.origins import Origin, Origins
 from flexgen.ir.score_grad import Scatter, ScoreGrad
 from flexgen.ir.simplify import simplify_roots
-from flexgen.ir.slope import Slope
+from flexgen.ir.slope import Slope, total
 
 
 def score_grad(graph: Graph, wanted: frozenset[str] = frozenset(), origins: Origins | None = None) -> ScoreGrad:
@@ -83,7 +82,7 @@ class _Slopes:
         pending[root].append(Slope(gradient_dtype(root.dtype)))
         for node in reversed(self._nodes):
             parts = pending.pop(node, [])
-            slope = reduce(Slope.plus, parts) if parts and node in self._reached else None
+            slope = total(parts) if parts and node in self._reached else None
             if slope is None or slope.is_zero:
                 continue
             if self._is_wanted(node):

@@ -1,10 +1,10 @@
 """The readable text of a score mod's gradients, in the user's names.
 
-    grad softcap_bias(score, grad, b, h, q_idx, kv_idx)   buffers: bias float32[*](1) grad
-      # capped = 20 * torch.tanh(score / 20)
-      v1 = tanh(div(score, 20.0))   float32  {b, h, q, kv}
-      dscore = mul(grad, sub(1.0, mul(v1, v1)))   float32  {b, h, q, kv}
-      scatter bias[kv_idx] += grad   reduced over {b, h, q}
+grad softcap_bias(score, grad, b, h, q_idx, kv_idx)   buffers: bias float32[*](1) grad
+  # capped = 20 * torch.tanh(score / 20)
+  v1 = tanh(div(score, 20.0))   float32  {b, h, q, kv}
+  dscore = mul(grad, sub(1.0, mul(v1, v1)))   float32  {b, h, q, kv}
+  scatter bias[kv_idx] += grad   reduced over {b, h, q}
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from flexgen.ir.graph import Graph, Node
 from flexgen.ir.origins import Origins
 from flexgen.ir.score_grad import GRAD_INPUTS, Scatter, ScoreGrad
-from flexgen.ir.text import GraphPrinter, print_axes, print_name
+from flexgen.ir.text import LONGEST_NESTED, GraphPrinter, print_axes, print_name
 
 
 def print_score_grad(grad: ScoreGrad, graph: Graph, origins: Origins | None = None) -> str:
@@ -48,4 +48,6 @@ class _GradPrinter(GraphPrinter):
         self._print_root(f"scatter {print_name(scatter.buffer)}[{indices}] += ", scatter.value, note)
 
     def _inline(self, index: Node) -> str:
+        if index not in self._texts:
+            self._texts[index] = self._call(index, LONGEST_NESTED)
         return self._texts[index]

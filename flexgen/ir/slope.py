@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 
@@ -76,8 +78,6 @@ class Slope:
 
     def plus(self, other: Slope) -> Slope:
         """Return the sum; of two branches of one condition it is a choice."""
-        if self._factors() == other._factors():
-            return replace(self, number=self.number + other.number)
         if self.guard is other.guard:
             return Slope(self.dtype, above=self._sum(self._core(), other._core()), guard=self.guard)
         fork = _fork(self.guard, other.guard)
@@ -96,17 +96,13 @@ class Slope:
         return self._choice(self._core())
 
     def of(self, grad: Node) -> Node:
-        """Return the slope times `grad`; what depends on fewer axes than `grad` does is computed by itself."""
+        """Return the slope times `grad`. What depends on fewer axes than `grad` does is computed by itself."""
         incoming = converted(grad, self.dtype)
         core = self._core()
         if self.below is None or core.axes < grad.axes:
-            return self._choice(incoming if core.attr == 1.0 else self._product(incoming, core))
+            return self._choice(incoming if core.attr == 1.0 else make("mul", incoming, core, dtype=self.dtype))
         above = self._product(self.above, self._numbers())
-        dividend = incoming if above is None else self._product(incoming, above)
-        return self._choice(self._quotient(dividend, self.below))
-
-    def _factors(self) -> tuple[object, ...]:
-        return (self.guard, self.above, self.below, self.powers)
+        return self._choice(self._quotient(self._product(incoming, above), self.below))
 
     def _by_number(self, node: Node, exponent: int) -> Slope:
         value = node.attr if node.op == "const" and isinstance(node.attr, int | float) else None
@@ -153,6 +149,16 @@ class Slope:
 
     def _sum(self, left: Node, right: Node) -> Node:
         return make("add", left, right, dtype=self.dtype)
+
+
+def total(slopes: Iterable[Slope]) -> Slope:
+    """Return the sum of at least one slope; those that differ in their number alone are added up first."""
+    alike: dict[Slope, float] = {}
+    for slope in slopes:
+        bare = replace(slope, number=1.0)
+        alike[bare] = alike.get(bare, 0.0) + slope.number
+    scaled = [replace(bare, number=number) for bare, number in alike.items()]
+    return reduce(Slope.plus, [slope for slope in scaled if not slope.is_zero] or scaled[:1])
 
 
 def _name(power: tuple[Node, int]) -> str:

@@ -26,7 +26,7 @@ from flexgen.ir.origins import Origins
 from flexgen.ir.sizes import split_size_name
 
 LINE_LENGTH = 110
-_LONGEST_NESTED = 64  # characters; a statement adds a name, a dtype and the axes
+LONGEST_NESTED = 64  # characters; a statement adds a name, a dtype and the axes
 _DEEPEST_NESTED = 4
 _LEAVES = frozenset({"input", "const", "scalar"})
 
@@ -111,7 +111,7 @@ class GraphPrinter:
             elif self._has_own_line(node):
                 self._print_assignment(node)
             elif node not in self._roots:
-                self._texts[node] = self._call(node, _LONGEST_NESTED)
+                self._texts[node] = self._call(node, LONGEST_NESTED)
 
     def _has_own_line(self, node: Node) -> bool:
         is_shared = self._uses[node] > (0 if node in self._roots else 1)

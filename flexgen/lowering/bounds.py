@@ -114,7 +114,7 @@ class BoxEvaluator:
     # Integers.
 
     def _integer(self, node: Node) -> Extremes | None:
-        rule = _INTEGER_RULES.get(node.op)
+        rule = INTEGER_RULES.get(node.op)
         if rule is None or self.algebra.ranges.may_wrap(node):
             return None
         return rule(self, node)
@@ -282,7 +282,7 @@ def _cast(evaluator: BoxEvaluator, node: Node) -> Extremes | None:
     return Extremes(evaluator.algebra.where(value.lo, one, ZERO), evaluator.algebra.where(value.hi, one, ZERO))
 
 
-_INTEGER_RULES: Mapping[str, IntegerRule] = MappingProxyType(
+INTEGER_RULES: Mapping[str, IntegerRule] = MappingProxyType(
     {
         **dict.fromkeys(("add", "sub", "neg", "shl"), _sum),
         "mul": _product,

@@ -34,10 +34,11 @@ _OPERATIONS: Mapping[str, Callable[..., Number]] = {
 
 def all_hold(conditions: Sequence[Node], names: Mapping[str, Number]) -> bool:
     """Whether every condition is true for the given inputs and scalars; False where one cannot be evaluated."""
-    return all(_value(condition, names) is True for condition in conditions)
+    return all(host_value(condition, names) is True for condition in conditions)
 
 
-def _value(root: Node, names: Mapping[str, Number]) -> Number | None:
+def host_value(root: Node, names: Mapping[str, Number]) -> Number | None:
+    """Return the value of an expression for the given inputs and scalars; None where it cannot be evaluated."""
     values: dict[Node, Number | None] = {}
     for node in topological(root):
         values[node] = _apply(node, [values[arg] for arg in node.args], names)

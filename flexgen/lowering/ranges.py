@@ -97,6 +97,10 @@ class RangeAnalysis:
         """Return an analysis under further assumptions."""
         return RangeAnalysis({**self._assumed, **more})
 
+    def learn(self, name: str, found: Range) -> None:
+        """Assume a range of an input that has not been asked about yet."""
+        self._assumed[name] = found
+
     def of(self, node: Node) -> Range:
         """Return the range of the node's value; UNKNOWN for floating nodes."""
         self._compute(node)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flexgen.lowering.bounds import Bound, SegmentBounds
 from flexgen.lowering.facts import MaskFacts
 from flexgen.lowering.symbols import KV_LEN, ZERO
+from flexgen.problem import TableForm
 
 
 class Walk(enum.Enum):
@@ -15,6 +16,7 @@ class Walk(enum.Enum):
 
     RANGES = "ranges"  # loops over [lo, hi) computed in the kernel
     TABLE = "table"  # block lists read from memory
+    DERIVED = "derived table"  # one compact list, which other kernels derived from the mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +36,25 @@ class Schedule:
     because: str
 
 
-def forward_schedule(facts: MaskFacts, *, table: bool, trusted: bool) -> Schedule:
+def forward_schedule(facts: MaskFacts, *, table: TableForm | None, trusted: bool, without_table: str = "") -> Schedule:
     """Return the walk of a tile of queries over its keys.
 
     Args:
         facts: what is proven about the mask.
-        table: the call brings a block table, whose lists alone say what is visited.
+        table: the block table that the call brings or that is derived for it, if any.
         trusted: the launch's scalars lie in the ranges that the facts were derived for.
+        without_table: why no table is derived, where the mask's tier would have one.
     """
-    if table:
+    if table is not None and table.derived:
+        sizes = f"{table.q_block_size} x {table.kv_block_size}"
+        return Schedule(Walk.DERIVED, (), True, f"table of {sizes} blocks, derived on the device: {facts.kv.because}")
+    if table is not None:
         return Schedule(Walk.TABLE, (), True, "the block mask's lists say which blocks are visited")
     if not trusted:
         return Schedule(Walk.RANGES, (_every_key(),), True, "a captured number is too large for the mask's bounds")
     tier = facts.kv.tier
-    return Schedule(Walk.RANGES, facts.kv.segments, facts.kv.sorted, f"{tier.value}: {facts.kv.because}")
+    because = f"{tier.value}: {facts.kv.because}" + (f"; no table: {without_table}" if without_table else "")
+    return Schedule(Walk.RANGES, facts.kv.segments, facts.kv.sorted, because)
 
 
 def _every_key() -> SegmentBounds:

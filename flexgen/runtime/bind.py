@@ -26,6 +26,8 @@ def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> tor
             return launch.table[arg.of]
         case Role.TABLE_STRIDE:
             return _stride(launch.table[arg.of], arg.dim)
+        case Role.TABLE_SIZE:
+            return launch.table[arg.of].shape[arg.dim or 0]
         case Role.BUFFER:
             return launch.buffers[arg.of]
         case Role.BUFFER_STRIDE:

@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.problem import TableForm
 
 # The block size torch gives to the BlockMask that stands for "no mask": one block, longer than any data.
 WHOLE_BLOCK_SIZE = 1 << 30
@@ -66,6 +67,11 @@ class BlockTable:
     @property
     def has_full_blocks(self) -> bool:
         return self.full_kv_num_blocks is not None
+
+    @property
+    def form(self) -> TableForm:
+        """What of it decides about a kernel."""
+        return TableForm(self.q_block_size, self.kv_block_size, self.has_full_blocks)
 
 
 @dataclass(frozen=True, slots=True)

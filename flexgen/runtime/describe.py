@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
 from flexgen.ir.sizes import size_name
@@ -15,7 +17,6 @@ from flexgen.lowering.host_value import all_hold
 from flexgen.lowering.proofs import Proof
 from flexgen.options import Layout
 from flexgen.problem import DIVISOR, INDEX_LIMIT, SIZE_LIMIT, Guard, Problem, TableForm, bucket
-from flexgen.runtime.block_table import BlockTable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT32_END = 1 << 31
@@ -134,7 +135,7 @@ def softmax_scale(scale: Any, head_dim: int) -> float:
     """
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise ProblemTypeError(
             f"scale={scale!r} is {type(scale).__name__}, not a number",
             fix="pass a float; a learned scale belongs into score_mod, where it gets a gradient",
@@ -153,14 +154,13 @@ def describe_problem(
     launch: Launch,
     *,
     constant_scale: bool,
-    table: BlockTable | None,
+    table: TableForm | None,
     output_logsumexp: bool,
     output_max: bool,
     has_offsets: bool,
 ) -> Problem:
     """Return what is static about a launch."""
     query, key, value = (launch.tensors[name] for name in ("query", "key", "value"))
-    form = TableForm(table.q_block_size, table.kv_block_size, table.has_full_blocks) if table else None
     return Problem(
         query_dtype=query.dtype,
         key_dtype=key.dtype,
@@ -170,7 +170,7 @@ def describe_problem(
         group=launch.q_heads // launch.kv_heads if launch.kv_heads else 1,
         unit_stride=frozenset(name for name, t in launch.tensors.items() if t.stride(3) == 1 or t.shape[3] == 1),
         scale=launch.scale if constant_scale else None,
-        table=form,
+        table=table,
         output_logsumexp=output_logsumexp,
         output_max=output_max,
         has_offsets=has_offsets,
@@ -222,6 +222,13 @@ def _span(tensor: torch.Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1) + 1
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Return the address of the first element; 0 for meta and fake tensors, which have none."""
+    if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
+        return 0
+    return tensor.data_ptr()
+
+
 def _is_wide(buffer: torch.Tensor) -> bool:
     return _span(buffer) >= INT32_END or max(buffer.shape, default=0) >= SIZE_LIMIT
 
@@ -229,4 +236,4 @@ def _is_wide(buffer: torch.Tensor) -> bool:
 def _is_aligned(tensor: torch.Tensor) -> bool:
     """Whether the copy engine can address the rows: 16-byte rows on a 16-byte address."""
     strides = (tensor.stride(dim) * tensor.element_size() % 16 for dim in range(3) if tensor.shape[dim] > 1)
-    return not any(strides) and (tensor.device.type == "meta" or tensor.data_ptr() % 16 == 0)
+    return not any(strides) and address(tensor) % 16 == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -11,9 +11,10 @@ import torch
 
 from flexgen.codegen.source import Arg, KernelSource
 from flexgen.lowering.schedule import Walk
+from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.cache import SourceCache
-from flexgen.runtime.describe import Launch
+from flexgen.runtime.describe import Launch, address
 from flexgen.runtime.environment import read_environment
 from flexgen.runtime.load import load_module
 
@@ -31,6 +32,33 @@ def module_of(source: KernelSource) -> ModuleType:
     return load_module(source_cache().get(source.key, lambda: source.text))
 
 
+Execute = Callable[[tuple[int, int, int], Sequence[Any]], None]
+
+
+def executor(source: KernelSource, target: Target, compile_options: Mapping[str, int]) -> Execute:
+    """Return what runs a kernel: `execute(grid, values)`.
+
+    Triton is absent on some systems, where everything up to emission works: it is imported here, where a kernel runs.
+    """
+    module = module_of(source)
+    if target.backend == "interpret":
+        from flexgen.runtime.interpret import interpret
+
+        return lambda grid, values: interpret(module, source.entry, grid, values, source.args)
+    from flexgen.runtime.launch import Launcher
+
+    options: dict[str, Any] = dict(compile_options)
+    return Launcher(
+        module,
+        source.entry,
+        source.args,
+        target,
+        num_warps=options.pop("num_warps"),
+        num_stages=options.pop("num_stages"),
+        extra_options=options,
+    ).launch
+
+
 class Kernel:
     """One kernel of one configuration.
 
@@ -43,30 +71,7 @@ class Kernel:
         self.owner = owner
         self._source = source
         self._plan = plan
-        self._module = module_of(source)
-        self.execute = self._interpreted() if plan.target.backend == "interpret" else self._launched()
-
-    # Triton is absent on some systems, where everything up to emission works: it is imported where a kernel runs.
-
-    def _interpreted(self) -> Callable[[tuple[int, int, int], Sequence[Any]], None]:
-        from flexgen.runtime.interpret import interpret
-
-        source = self._source
-        return lambda grid, values: interpret(self._module, source.entry, grid, values, source.args)
-
-    def _launched(self) -> Callable[[tuple[int, int, int], Sequence[Any]], None]:
-        from flexgen.runtime.launch import Launcher
-
-        options: dict[str, Any] = dict(self._plan.compile_options)
-        return Launcher(
-            self._module,
-            self._source.entry,
-            self._source.args,
-            self._plan.target,
-            num_warps=options.pop("num_warps"),
-            num_stages=options.pop("num_stages"),
-            extra_options=options,
-        ).launch
+        self.execute = executor(source, plan.target, plan.compile_options)
 
     @property
     def args(self) -> tuple[Arg, ...]:
@@ -98,5 +103,5 @@ def divisible_positions(args: Sequence[Arg], values: Sequence[object]) -> frozen
 
 def _divisible(value: object) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.device.type == "meta" or value.data_ptr() % ALIGNMENT == 0
+        return address(value) % ALIGNMENT == 0
     return isinstance(value, int) and value % ALIGNMENT == 0

@@ -9,6 +9,7 @@ import torch
 
 from flexgen.errors import OptionError
 from flexgen.runtime.block_table import BlockTable
+from flexgen.runtime.derived_table import DerivedTable
 
 
 def table_lists(table: BlockTable) -> dict[str, torch.Tensor]:
@@ -47,7 +48,12 @@ def _check_list(count_name: str, name: str, counts: torch.Tensor, indices: torch
 
 
 def table_form(block_mask: Any) -> tuple[Hashable, ...]:
-    """Return what identifies a block mask's lists; the caller keeps the block mask alive with what it derives."""
+    """Return what identifies a block mask's lists; the caller keeps the block mask alive with what it derives.
+
+    Of a derived table, whose lists are read anew at each call, the form and extents.
+    """
+    if isinstance(block_mask, DerivedTable):
+        return (block_mask.form, block_mask.sizes, id(block_mask.owner))
     lists = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "mask_mod")
     sizes = (str(getattr(block_mask, "BLOCK_SIZE", None)), str(getattr(block_mask, "seq_lengths", None)))
     return (*(id(getattr(block_mask, name, None)) for name in lists), *sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from flexgen.runtime.bind import bind
 from flexgen.runtime.describe import Launch
 from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.outputs import OutputForm
+from flexgen.runtime.table_cache import TableRequest
 
 
 def tensor_form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
@@ -26,9 +27,18 @@ class Prepared:
         kernel, launch: what to run, and a launch of this form; captured values in the order a reading lists them.
         outputs: how to allocate the outputs.
         keep: objects whose identity is part of the form, kept alive.
+        request: the derived table that calls need; then the lists come with each call.
     """
 
-    def __init__(self, kernel: Kernel, launch: Launch, outputs: OutputForm, keep: tuple[object, ...]) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        launch: Launch,
+        outputs: OutputForm,
+        keep: tuple[object, ...],
+        request: TableRequest | None = None,
+    ) -> None:
+        self.request = request
         args = kernel.args
         self._outputs = outputs
         self._execute = kernel.execute
@@ -39,7 +49,9 @@ class Prepared:
         self._tensors = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TENSOR]
         self._buffers = [(at, buffers.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.BUFFER]
         self._scalars = [(at, scalars.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.SCALAR]
-        for at, _ in (*self._tensors, *self._buffers):
+        tables = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TABLE]
+        self._tables = tables if request is not None else []
+        for at, _ in (*self._tensors, *self._buffers, *self._tables):
             self._values[at] = None
 
     def run(
@@ -49,8 +61,9 @@ class Prepared:
         value: torch.Tensor,
         buffers: Sequence[torch.Tensor],
         scalars: Sequence[int | float],
+        lists: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """Launch with these tensors and captured values; return the outputs."""
+        """Launch with these tensors, captured values and lists of a derived table; return the outputs."""
         outputs = self._outputs.allocate(query)
         tensors = {"query": query, "key": key, "value": value, **outputs}
         values = self._values.copy()
@@ -58,6 +71,8 @@ class Prepared:
             values[at] = tensors[name]
         for at, index in self._buffers:
             values[at] = buffers[index]
+        for at, name in self._tables:
+            values[at] = lists[name]
         for at, index in self._scalars:
             values[at] = scalars[index]
         self._execute(self._grid, values)

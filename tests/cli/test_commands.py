@@ -108,6 +108,16 @@ def test_check_compares_every_output_and_passes(mods: Path, run: Run, dtype: str
     assert said.out.endswith("pass\n")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_check_runs_on_the_gpu_that_is_there(causal: Path, run: Run, dtype: str) -> None:
+    said = run("check", causal, "--dtype", dtype)
+    assert said.code == 0, said.out + said.err
+    assert torch.cuda.get_device_name() in said.out
+    explained = run("explain", causal)
+    assert explained.code == 0 and "no GPU here" not in explained.err
+
+
 @needs_triton
 def test_check_fails_where_the_kernel_is_wrong(mods: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def slightly_off(problem: DenseProblem, *arguments: object) -> object:

@@ -19,7 +19,7 @@ SHAPE = Shape(B=2, Hq=4, Hkv=2, Lq=64, Lk=96)
 SQUARE = Shape(B=2, Hq=4, Hkv=2, Lq=64, Lk=64)
 
 
-@pytest.mark.parametrize("case", MASKS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(MASKS), ids=lambda case: case.name)
 def test_facts(case: Case, golden: Callable[[str, str], None]) -> None:
     shape = SHAPE if case.fits(SHAPE) else SQUARE
     mask = case.build(shape, torch.device("cpu"))

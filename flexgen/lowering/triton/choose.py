@@ -13,16 +13,18 @@ from flexgen.errors import NoFeasiblePlanError, OptionError, UnsupportedProblemE
 from flexgen.ir.graph import Axis, Graph, Mods, Node
 from flexgen.lowering.decision import Decision, Rejected
 from flexgen.lowering.facts import MaskFacts
+from flexgen.lowering.host_value import host_value
 from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.rounding import largest_power_of_two_divisor, round_up_to_power_of_two
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.lowering.triton.tiles import Tile, TileShape, captured_loads, infeasible, preferred, shared_bytes, smaller
+from flexgen.lowering.triton.tiles import ForwardPhysics, Physics, Tile, TileShape, captured_loads, preferred, smaller
 from flexgen.options import KernelOptions
 from flexgen.problem import DIVISOR, Guard, Problem
 
 MAX_HEAD_DIM = 512
+NOMINAL_LENGTH = 8192  # the sequence that mask ranges are measured on
 EXTREME = 1e38  # scores this low overflow when multiplied by log2(e)
 
 
@@ -39,7 +41,7 @@ class Question:
     schedule: Schedule
 
 
-class _Answers:
+class Answers:
     """The decisions made so far, by name and in order."""
 
     def __init__(self) -> None:
@@ -61,7 +63,7 @@ def choose_forward(question: Question) -> ForwardPlan:
         NoFeasiblePlanError: no tile, or not the forced one, fits the target.
         UnsupportedProblemError: the target does not compute this dtype or head dim.
     """
-    answers = _Answers()
+    answers = Answers()
     for decide in _ORDER:
         decide(question, answers)
     names = {field.name for field in dataclasses.fields(ForwardPlan)}
@@ -82,7 +84,7 @@ def choose_forward(question: Question) -> ForwardPlan:
     )
 
 
-def _backend(question: Question, answers: _Answers) -> None:
+def decide_backend(question: Question, answers: Answers) -> None:
     asked = question.options.BACKEND
     if asked in ("TRITON_DECODE", "GLUON"):
         raise OptionError(
@@ -101,7 +103,7 @@ def _backend(question: Question, answers: _Answers) -> None:
         )
 
 
-def _head_dims(question: Question, answers: _Answers) -> None:
+def decide_head_dims(question: Question, answers: Answers) -> None:
     problem = question.problem
     for name, size in (("QK_HEAD_DIM", problem.qk_head_dim), ("V_HEAD_DIM", problem.v_head_dim)):
         if not 1 <= size <= MAX_HEAD_DIM:
@@ -120,9 +122,11 @@ def _head_dims(question: Question, answers: _Answers) -> None:
     answers.add("GQA_SHARED_HEADS", problem.group, "query heads divided by key/value heads")
 
 
-def _table(question: Question, answers: _Answers) -> None:
+def decide_table(question: Question, answers: Answers) -> None:
     table = question.problem.table
-    because = "from the block mask" if table else "no block mask was given"
+    because = "no block mask was given"
+    if table:
+        because = "derived from the mask" if table.derived else "from the block mask"
     answers.add("SPARSE_Q_BLOCK_SIZE", table.q_block_size if table else 0, because)
     answers.add("SPARSE_KV_BLOCK_SIZE", table.kv_block_size if table else 0, because)
     answers.add("HAS_FULL_BLOCKS", table.has_full_blocks if table else False, because)
@@ -136,7 +140,7 @@ def _table(question: Question, answers: _Answers) -> None:
     answers.add("BLOCKS_ARE_CONTIGUOUS", bool(asked and table), because)
 
 
-def _packing(question: Question, answers: _Answers) -> None:
+def _packing(question: Question, answers: Answers) -> None:
     group, bucket = question.problem.group, question.guard.q_bucket
     has_offsets = question.problem.has_offsets
     if question.problem.table is not None:
@@ -148,8 +152,8 @@ def _packing(question: Question, answers: _Answers) -> None:
     answers.add("index_map", IndexMap(value, has_offsets), because)
 
 
-def _tile(question: Question, answers: _Answers) -> None:
-    problem, options = question.problem, question.options
+def _tile(question: Question, answers: Answers) -> None:
+    problem = question.problem
     shape = TileShape(
         answers["QK_HEAD_DIM_ROUNDED"],
         answers["V_HEAD_DIM_ROUNDED"],
@@ -158,52 +162,78 @@ def _tile(question: Question, answers: _Answers) -> None:
         problem.value_dtype.itemsize,
         captured_loads(question.mods),
     )
-    first, origin = preferred(problem.query_dtype, max(shape.qk_rounded, shape.v_rounded), question.target)
-    first = _fit_lengths(first, question, answers)
+    keys = keys_visited(question.schedule)
+    first, origin = preferred(problem.query_dtype, max(shape.qk_rounded, shape.v_rounded), question.target, keys)
+    settle_tile(question, answers, _fit_lengths(first, question, answers), origin, shape, ForwardPhysics())
+
+
+def settle_tile(
+    question: Question, answers: Answers, first: Tile, origin: str, shape: TileShape, physics: Physics
+) -> None:
+    """Decide tile, warps and stages: what the user forces, else the first of ever smaller ones that fits.
+
+    Raises:
+        NoFeasiblePlanError, OptionError: the forced ones do not fit the target or the block table.
+    """
+    options = question.options
     forced = {name: getattr(options, name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
     forced = {name: value for name, value in forced.items() if value is not None}
-    tile, rejected = _first_feasible(dataclasses.replace(first, **forced), forced, shape, question)
+    tile, rejected = _first_feasible(dataclasses.replace(first, **forced), forced, shape, question.target, physics)
     for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"):
         because = "asked for" if name in forced else f"fits; {origin}"
         answers.add(name, getattr(tile, name), because, rejected if name == "BLOCK_M" else ())
-    answers.add("shared_bytes", shared_bytes(tile, shape, question.target), "computed from the tile, an upper bound")
+    needed = physics.shared_bytes(tile, shape, question.target)
+    answers.add("shared_bytes", needed, "computed from the tile, an upper bound")
     _check_table_tiles(question, tile, forced)
 
 
-def _fit_lengths(tile: Tile, question: Question, answers: _Answers) -> Tile:
+def keys_visited(schedule: Schedule) -> int | None:
+    """Return how many keys a tile of queries visits in the middle of a long sequence; None where unbounded there."""
+    middle = NOMINAL_LENGTH // 2
+    names = {"q_lo": middle, "q_hi": middle, "Q_LEN": NOMINAL_LENGTH, "KV_LEN": NOMINAL_LENGTH, "b": 0, "h": 0}
+    total = 0
+    for segment in schedule.segments:
+        lo, hi = (host_value(bound.node, names) for bound in (segment.visit_lo, segment.visit_hi))
+        if lo is None or hi is None:
+            return None
+        total += int(max(0, min(hi, NOMINAL_LENGTH) - max(lo, 0)))
+    return total if schedule.segments and total < middle else None
+
+
+def _fit_lengths(tile: Tile, question: Question, answers: Answers) -> Tile:
     """Shrink a first choice to lengths that do not fill it, and to the block table's blocks."""
     guard, table = question.guard, question.problem.table
     rows = guard.q_bucket * answers["index_map"].packed_heads if guard.q_bucket else tile.BLOCK_M
     block_m = min(tile.BLOCK_M, round_up_to_power_of_two(max(rows, 1)))
     block_n = min(tile.BLOCK_N, guard.kv_bucket or tile.BLOCK_N)
     if table is not None:
-        block_m = _dividing(block_m, table.q_block_size)
-        block_n = _dividing(block_n, table.kv_block_size)
+        block_m = dividing(block_m, table.q_block_size)
+        block_n = dividing(block_n, table.kv_block_size)
     warps = min(tile.num_warps, max(1, block_m // 16)) if question.target.backend != "interpret" else tile.num_warps
     return Tile(block_m, block_n, max(warps, min(4, tile.num_warps)), tile.num_stages)
 
 
-def _dividing(block: int, sparse: int) -> int:
+def dividing(block: int, sparse: int) -> int:
     """Return a block that divides the sparse block; where none of at least 16 does, one that wastes little."""
     divisor = largest_power_of_two_divisor(sparse)
     return min(block, divisor) if divisor >= 16 else min(block, round_up_to_power_of_two(sparse))
 
 
 def _first_feasible(
-    first: Tile, forced: dict[str, int], shape: TileShape, question: Question
+    first: Tile, forced: dict[str, int], shape: TileShape, target: Target, physics: Physics
 ) -> tuple[Tile, tuple[Rejected, ...]]:
     rejected: list[Rejected] = []
     for tile in smaller(first):
         if any(getattr(tile, name) != value for name, value in forced.items()):
             continue
-        reason = infeasible(tile, shape, question.target)
+        reason = physics.infeasible(tile, shape, target)
         if reason is None:
             return tile, tuple(rejected[:4])
         rejected.append(Rejected(_tile_text(tile), reason))
     last = rejected[-1] if rejected else Rejected(_tile_text(first), "no smaller tile exists")
     asked = ", ".join(f"{name}={value}" for name, value in forced.items())
     raise NoFeasiblePlanError(
-        f"no tile fits {question.target.name}" + (f" with {asked}" if forced else ""),
+        f"no tile fits {target.name}" + (f" with {asked}" if forced else ""),
         why=f"the smallest one considered, {last.value}, {last.because}",
         fix=f"drop or lower one of {asked}" if forced else "use smaller head dims or a half-precision dtype",
     )
@@ -226,7 +256,7 @@ def _check_table_tiles(question: Question, tile: Tile, forced: dict[str, int]) -
             )
 
 
-def _divisible(question: Question, answers: _Answers) -> None:
+def decide_divisible(question: Question, answers: Answers) -> None:
     guard = question.guard
     block_m, block_n = answers["BLOCK_M"], answers["BLOCK_N"]
     if answers["index_map"].packs:
@@ -242,7 +272,7 @@ def _divisible(question: Question, answers: _Answers) -> None:
     answers.add("IS_DIVISIBLE", lengths_fit and blocks_fit, because)
 
 
-def _scale(question: Question, answers: _Answers) -> None:
+def _scale(question: Question, answers: Answers) -> None:
     scale = question.problem.scale
     answers.add("SM_SCALE", scale, "a constant" if scale is not None else "varies between calls: a run-time argument")
     prescale = bool(question.options.PRESCALE_QK)
@@ -251,12 +281,12 @@ def _scale(question: Question, answers: _Answers) -> None:
         prescale,
         "asked for: the query is scaled once, in its own dtype" if prescale else "scaling scores keeps full precision",
     )
-    answers.add("FOLD_SCALE", *_fold(question, prescale))
-    low = _lowest_reason(question.mods.score)
+    answers.add("FOLD_SCALE", *fold(question, prescale))
+    low = lowest_reason(question.mods.score)
     answers.add("SUBTRACT_FIRST", low is not None, low or "scores stay far from the float32 minimum")
 
 
-def _fold(question: Question, prescale: bool) -> tuple[bool, str]:
+def fold(question: Question, prescale: bool) -> tuple[bool, str]:
     scale = question.problem.scale
     if question.mods.score is not None:
         return False, "score_mod sees the scaled score"
@@ -267,7 +297,7 @@ def _fold(question: Question, prescale: bool) -> tuple[bool, str]:
     return True, "identity score_mod: one multiplier for scale and log2(e) inside the exponential"
 
 
-def _lowest_reason(score: Graph | None) -> str | None:
+def lowest_reason(score: Graph | None) -> str | None:
     """Say why scores may come near the float32 minimum, where multiplying by log2(e) overflows."""
     for node in score.nodes() if score else ():
         if node.op == "const" and isinstance(node.attr, float) and -float("inf") < node.attr <= -EXTREME:
@@ -277,10 +307,11 @@ def _lowest_reason(score: Graph | None) -> str | None:
     return None
 
 
-def _rows_safe(question: Question, answers: _Answers) -> None:
+def _rows_safe(question: Question, answers: Answers) -> None:
     asked = question.options.ROWS_GUARANTEED_SAFE
     proof = question.facts.rows_safe
-    if question.problem.table is not None:
+    table = question.problem.table
+    if table is not None and not table.derived:
         value, because = False, "a block table may leave rows without a block"
     elif _may_drop_rows(question.mods.score):
         value, because = False, "score_mod may return -inf for a whole row"
@@ -305,7 +336,7 @@ def _may_be_infinite(node: Node) -> bool:
     return node.dtype.is_floating_point and node.op in risky
 
 
-def _tma(question: Question, answers: _Answers) -> None:
+def _tma(question: Question, answers: Answers) -> None:
     asked = question.options.USE_TMA
     blocker = _tma_blocker(question, answers)
     if asked and blocker:
@@ -318,7 +349,7 @@ def _tma(question: Question, answers: _Answers) -> None:
     answers.add("USE_TMA", bool(asked), because)
 
 
-def _tma_blocker(question: Question, answers: _Answers) -> str | None:
+def _tma_blocker(question: Question, answers: Answers) -> str | None:
     problem = question.problem
     if not question.target.has_tma:
         return f"{question.target.name} has no bulk copy engine"
@@ -333,13 +364,13 @@ def _tma_blocker(question: Question, answers: _Answers) -> str | None:
     return None
 
 
-def _subtiling(question: Question, answers: _Answers) -> None:
+def _subtiling(question: Question, answers: Answers) -> None:
     asked = question.options.USE_SUBTILING
     because = "asked for" if asked is not None else "default; exactly equivalent, no gain measured on Hopper"
     answers.add("USE_SUBTILING", bool(asked), because)
 
 
-def _arithmetic(question: Question, answers: _Answers) -> None:
+def decide_arithmetic(question: Question, answers: Answers) -> None:
     asked = question.options.FLOAT32_PRECISION
     answers.add("FLOAT32_PRECISION", asked or "ieee", "asked for" if asked else "float32 stays float32 unless asked")
     fast, because = _fast_tanh(question)
@@ -365,12 +396,12 @@ def _fast_tanh(question: Question) -> tuple[bool, str]:
     return False, "float32 inputs keep the exact tanh" if not half else f"{target.name} has no tanh instruction"
 
 
-def _outputs(question: Question, answers: _Answers) -> None:
+def _outputs(question: Question, answers: Answers) -> None:
     answers.add("OUTPUT_LOGSUMEXP", question.problem.output_logsumexp, "asked for by the call")
     answers.add("OUTPUT_MAX", question.problem.output_max, "asked for by the call")
 
 
-def _amd(question: Question, answers: _Answers) -> None:
+def decide_amd(question: Question, answers: Answers) -> None:
     for name in ("kpack", "matrix_instr_nonkdim", "waves_per_eu"):
         asked = getattr(question.options, name)
         if asked is not None and question.target.backend != "hip":
@@ -382,18 +413,18 @@ def _amd(question: Question, answers: _Answers) -> None:
         answers.add(name, asked, "asked for" if asked is not None else "Triton's default")
 
 
-_ORDER: tuple[Callable[[Question, _Answers], None], ...] = (
-    _backend,
-    _head_dims,
-    _table,
+_ORDER: tuple[Callable[[Question, Answers], None], ...] = (
+    decide_backend,
+    decide_head_dims,
+    decide_table,
     _packing,
     _tile,
-    _divisible,
+    decide_divisible,
     _scale,
     _rows_safe,
     _tma,
     _subtiling,
-    _arithmetic,
+    decide_arithmetic,
     _outputs,
-    _amd,
+    decide_amd,
 )

@@ -111,8 +111,9 @@ class _Physics:
         if needed > target.shared_bytes:
             return f"needs {needed} bytes of shared memory, {target.name} has {target.shared_bytes}"
         held = self._registers(tile, shape, target)
-        if held > REGISTER_BUDGET:
-            return f"holds {held} values a thread in registers, more than {REGISTER_BUDGET} spill"
+        budget = REGISTER_BUDGET[target.matrix_unit]
+        if held > budget:
+            return f"holds {held} values a thread in registers, more than {budget} spill"
         return None
 
     def _registers(self, tile: Tile, shape: TileShape, target: Target) -> int:
@@ -144,5 +145,3 @@ def _scale(question: Question, answers: Answers) -> None:
     answers.add("FOLD_SCALE", *choose.fold(question, prescale=False))
     low = choose.lowest_reason(question.mods.score)
     answers.add("SUBTRACT_FIRST", low is not None, low or "scores stay far from the float32 minimum")
-
-

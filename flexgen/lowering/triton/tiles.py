@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from flexgen.ir.graph import Axis, Mods
 from flexgen.lowering.targets import Target
 
-# Accumulator, scores and weights of a tile live in registers; past this many 32-bit values a thread they spill
-# (255 are addressable, the rest goes to addresses, row statistics and operands).
-REGISTER_BUDGET = 208
+# Accumulator and scores of a tile live in registers. Past this many 32-bit values a thread, kernels compiled offline
+# for the matrix unit spilled (255 registers are addressable; AMD's accumulation registers double that).
+REGISTER_BUDGET = {"mma": 112, "wgmma": 160, "tcgen05": 112, "mfma": 320, "numpy": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +67,31 @@ class TileShape:
 def shared_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
     """Return an upper bound on the shared memory a program needs.
 
-    The query tile, and the key and value tiles of each pipeline stage. Asynchronous copies of sm_80 and AMD keep
-    one stage fewer than num_stages in memory; the weights of a tile pass through shared memory where the matrix
-    unit cannot read them from registers.
+    Fitted to what Triton 3.6 and 3.7 allocate (about 200 kernels compiled offline for each matrix unit): the query
+    tile, a key and a value tile for each pipeline stage, and the weights where they pass through shared memory.
     """
     query = tile.BLOCK_M * shape.qk_rounded * shape.query_bytes
-    keys = tile.BLOCK_N * (shape.qk_rounded * shape.key_bytes + shape.v_rounded * shape.value_bytes)
+    key_tile = tile.BLOCK_N * shape.qk_rounded * shape.key_bytes
+    value_tile = tile.BLOCK_N * shape.v_rounded * shape.value_bytes
+    keys = key_tile + value_tile
     weights = tile.BLOCK_M * tile.BLOCK_N * shape.value_bytes
-    keys += tile.BLOCK_N * (tile.BLOCK_M * shape.captured.tile_bytes + shape.captured.key_bytes)
-    exchange = tile.BLOCK_M * 4 * tile.num_warps  # row reductions across warps, and barriers
-    match target.matrix_unit:
-        case "wgmma":
-            return query + tile.num_stages * keys + exchange
-        case "tcgen05":
-            return query + tile.num_stages * keys + weights + exchange
-        case _:
-            return max(query, weights) + max(tile.num_stages - 1, 1) * keys + exchange
+    ahead = max(tile.num_stages - 1, 1)
+    captured = ahead * tile.BLOCK_N * (tile.BLOCK_M * shape.captured.tile_bytes + shape.captured.key_bytes)
+    slack = 1088 + 4 * tile.BLOCK_M  # barriers, alignment, and a row statistic
+    if target.matrix_unit in ("wgmma", "tcgen05") and tile.BLOCK_M >= 64 and shape.query_bytes < 4:
+        return query + tile.num_stages * keys + captured + slack
+    if target.matrix_unit == "mfma" and tile.num_stages == 1:
+        return max(query, key_tile, value_tile, weights) + captured
+    # Matrix instructions of a single warp, also on newer chips where a tile has fewer than 64 rows.
+    copies = tile.num_stages if target.has_tma else ahead
+    return query + weights + copies * keys + captured + slack
 
 
 def registers(tile: Tile, shape: TileShape, target: Target) -> int:
-    """Return the 32-bit values a thread holds for the accumulator and the scores of a tile."""
-    if target.matrix_unit == "tcgen05":  # the accumulator lives in tensor memory
-        return tile.BLOCK_M * tile.BLOCK_N // (tile.num_warps * target.warp_size)
+    """Return the 32-bit values a thread holds for the accumulator and the scores of a tile.
+
+    The scores' half-precision copy, addresses and statistics come on top: measured, about as much again by half.
+    """
     per_row = shape.v_rounded + tile.BLOCK_N
     return tile.BLOCK_M * per_row // (tile.num_warps * target.warp_size)
 
@@ -100,34 +104,65 @@ def infeasible(tile: Tile, shape: TileShape, target: Target) -> str | None:
     if needed > target.shared_bytes:
         return f"needs {needed} bytes of shared memory, {target.name} has {target.shared_bytes}"
     held = registers(tile, shape, target)
-    if held > REGISTER_BUDGET:
-        return f"holds {held} values a thread in registers, more than {REGISTER_BUDGET} spill"
+    budget = REGISTER_BUDGET[target.matrix_unit]
+    if held > budget:
+        return f"holds {held} values a thread in registers, more than {budget} spill"
     return None
 
 
-def preferred(dtype: torch.dtype, head_dim: int, target: Target) -> tuple[Tile, str]:
-    """Return the first choice for a head dim (the larger rounded one) and where it comes from."""
+class Physics(Protocol):
+    """What one kind of kernel needs of a chip."""
+
+    def shared_bytes(self, tile: Tile, shape: TileShape, target: Target) -> int:
+        """Return an upper bound on the shared memory a program needs."""
+
+    def infeasible(self, tile: Tile, shape: TileShape, target: Target) -> str | None:
+        """Return why a tile cannot run well on the target; None if it can."""
+
+
+class ForwardPhysics:
+    """The forward kernel's."""
+
+    def shared_bytes(self, tile: Tile, shape: TileShape, target: Target) -> int:
+        return shared_bytes(tile, shape, target)
+
+    def infeasible(self, tile: Tile, shape: TileShape, target: Target) -> str | None:
+        return infeasible(tile, shape, target)
+
+
+SHORT_RANGE = 768  # keys a tile visits up to which small tiles win: see _WGMMA_SHORT
+
+
+def preferred(dtype: torch.dtype, head_dim: int, target: Target, keys: int | None = None) -> tuple[Tile, str]:
+    """Return the first choice and where it comes from.
+
+    Args:
+        head_dim: the larger rounded one.
+        keys: how many keys a tile of queries visits, where the mask bounds that.
+    """
     if target.backend == "interpret":
         return Tile(128, 128, 4, 1), "the interpreter's cost is per step, not per element"
     if dtype.itemsize >= 4:
-        tile = Tile(64, 32, 4, 2) if head_dim <= 128 else Tile(32, 32, 4, 2)
-        return tile, "guess: float32 products run outside the matrix units, so small tiles keep registers free"
+        return Tile(32, 32, 4, 2), "guess: float32 products run outside the matrix units, from registers"
     if target.backend == "hip":
         tile = Tile(128, 64, 4, 1) if head_dim <= 64 else Tile(64, 64, 4, 1)
         return tile, "guess: LDS holds one stage"
+    if target.matrix_unit == "wgmma" and keys is not None and keys <= SHORT_RANGE and head_dim <= 128:
+        return _WGMMA_SHORT, f"a tile visits about {keys} keys: small tiles waste fewer (measured on H200)"
     if target.matrix_unit == "wgmma":
-        return _WGMMA[next(limit for limit in _WGMMA if head_dim <= limit)], "guess until measured on sm_90"
-    tile = Tile(128, 64, 4, 3) if head_dim <= 64 else Tile(64, 64, 4, 3)
+        return _WGMMA[next(limit for limit in _WGMMA if head_dim <= limit)], "measured on H200, see docs/tiles.md"
+    tile = Tile(128, 64, 8, 3) if head_dim <= 64 else Tile(64, 64, 4, 3)
     return tile, f"guess for {target.name}"
 
 
+# H200, bf16, S = 8192, B = 2, heads x head dim = 2048, TFLOP/s: benchmarks/results/forward_tiles_h200.json.
 _WGMMA = {
     64: Tile(128, 64, 4, 3),
     128: Tile(128, 64, 8, 3),
     256: Tile(128, 64, 8, 2),
     512: Tile(64, 32, 8, 2),
-    1 << 30: Tile(16, 16, 4, 1),
 }
+_WGMMA_SHORT = Tile(64, 64, 4, 3)
 
 
 def smaller(tile: Tile) -> Iterator[Tile]:

@@ -1,0 +1,81 @@
+"""Emits the kernels that derive a block table: a pure function from (mask, plan) to one module with four entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexgen.codegen.block_table_text import BlockTableHoles, BlockTableText
+from flexgen.codegen.dialects.triton import Dialect
+from flexgen.codegen.emit import mod_context
+from flexgen.codegen.header import row
+from flexgen.codegen.key import kernel_key
+from flexgen.codegen.render import render
+from flexgen.codegen.source import Arg, KernelSource
+from flexgen.codegen.wrap import wrap_long_lines
+from flexgen.ir.graph import Graph, Mods
+from flexgen.ir.origins import Origins
+from flexgen.lowering.expression_text import expression_text
+from flexgen.lowering.table_plan import TablePlan
+
+
+@dataclass(frozen=True, slots=True)
+class TableSource:
+    """The kernels of one table, all in one module.
+
+    Attributes:
+        summaries: kernels that reduce the leaves of one axis, by the axis ("q", "kv"); absent where it has none.
+        count: how many blocks each row lists.
+        fill: lists them.
+    """
+
+    summaries: dict[str, KernelSource]
+    count: KernelSource
+    fill: KernelSource
+
+    @property
+    def text(self) -> str:
+        return self.fill.text
+
+
+def emit_block_table(mask: Graph, origins: Origins, plan: TablePlan) -> TableSource:
+    """Return the kernels of a plan."""
+    mods = Mods(None, mask)
+    context = mod_context(mods, Dialect(hardware=plan.target.backend == "cuda"), plan.wide, plan.wide_index)
+    holes = BlockTableText(plan, origins, context).holes()
+    text = wrap_long_lines(
+        render(
+            "triton/block_table.py.jinja",
+            header=_header(mask, plan),
+            plan=plan,
+            holes=holes,
+            functions=[render(f"triton/prelude/{name}.py.jinja").rstrip() for name in holes.prelude],
+        )
+    )
+    key = kernel_key(mods, origins, plan)
+
+    def entry(name: str, args: tuple[Arg, ...]) -> KernelSource:
+        return KernelSource(text, name, args, (), key)
+
+    sides = [side for side in (holes.q, holes.kv) if side.lines]
+    return TableSource(
+        {side.axis: entry(f"summarise_{side.noun}", side.args) for side in sides},
+        entry("count_blocks", holes.count_args),
+        entry("fill_blocks", holes.fill_args),
+    )
+
+
+def _header(mask: Graph, plan: TablePlan) -> str:
+    rule = plan.rule
+    rows = [
+        ("mask_mod", mask.name),
+        ("blocks", f"{plan.q_block_size} queries x {plan.kv_block_size} keys"),
+        ("listed", f"where {expression_text(rule.may_live)}"),
+        ("full", f"where also {expression_text(rule.all_live)}"),
+    ]
+    rows += [("leaf", f"{leaf.name} = {expression_text(leaf.node)}") for leaf in rule.leaves]
+    rows += [("unsolved", f"{expression_text(part.node)}: {part.why}") for part in rule.unsolved]
+    body = "\n".join(row(label, text) for label, text in rows)
+    return f'"""Block table of a mask, for {plan.target.name}. Written by flexgen.\n\n{body}\n"""'
+
+
+__all__ = ["BlockTableHoles", "TableSource", "emit_block_table"]

@@ -1,0 +1,118 @@
+"""Implicit block tables: derived when a call first needs one, reused while the mask's captured values are unchanged."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flexgen.ir.graph import Graph, Mods
+from flexgen.runtime.derived_table import DerivedTable, MaskValues, is_capturing, refuse_capture
+from flexgen.runtime.table_kernels import TableInputs, TableKernels
+
+MAX_TABLES = 4  # kept; the least recently used go first
+MAX_BLOCKS = (48 << 20) // 4  # listed by one implicit table, 4 bytes each; rows beyond that visit every block
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPlaces:
+    """Which of the captured values the mask reads: (name, position) in the order of `Mods.buffers` and `.scalars`."""
+
+    buffers: tuple[tuple[str, int], ...]
+    scalars: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, mods: Mods, mask: Graph) -> MaskPlaces:
+        buffers, scalars = ([value.name for value in values] for values in (mods.buffers, mods.scalars))
+        return cls(
+            tuple((buffer.name, buffers.index(buffer.name)) for buffer in mask.buffers),
+            tuple((scalar.name, scalars.index(scalar.name)) for scalar in mask.scalars),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Captured values of both mods.
+
+    Attributes:
+        given: tensors as the mods hold them, whose identity tells whether they changed.
+        placed: the same on the call's device.
+        scalars: numbers.
+    """
+
+    given: Sequence[torch.Tensor]
+    placed: Sequence[torch.Tensor]
+    scalars: Sequence[int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class TableRequest:
+    """The table that calls of one form need; captured values come with each call."""
+
+    kernels: TableKernels
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    device: torch.device
+    places: MaskPlaces
+
+    def read(self, values: Values) -> tuple[list[torch.Tensor], list[int | float]]:
+        """Return the tensors, as the mods hold them, and the numbers that the mask reads."""
+        tensors = [values.given[place] for _, place in self.places.buffers]
+        return tensors, [values.scalars[place] for _, place in self.places.scalars]
+
+    def inputs(self, values: Values) -> TableInputs:
+        return TableInputs(
+            batch=self.batch,
+            heads=self.heads,
+            q_len=self.q_len,
+            kv_len=self.kv_len,
+            device=self.device,
+            buffers={name: values.placed[place] for name, place in self.places.buffers},
+            scalars={name: values.scalars[place] for name, place in self.places.scalars},
+            values=MaskValues(*self.read(values)),
+        )
+
+
+class TableCache:
+    """The implicit tables of one Attention. Never waits for the device; safe from several threads."""
+
+    def __init__(self) -> None:
+        self.built = 0  # tables derived so far
+        self._tables: OrderedDict[Hashable, DerivedTable] = OrderedDict()
+        self._recorded: dict[int, DerivedTable] = {}  # read by CUDA graphs, which do not keep them alive
+        self._lock = threading.Lock()
+
+    def current(self, request: TableRequest, values: Values) -> DerivedTable:
+        """Return the table of the mask's present values.
+
+        Raises:
+            UnsupportedProblemError: it would have to be derived while a CUDA graph is captured.
+        """
+        tensors, scalars = request.read(values)
+        extents = (request.batch, request.heads, request.q_len, request.kv_len, request.device)
+        key = (id(request.kernels), extents, tuple(map(id, tensors)), tuple(scalars))
+        with self._lock:
+            found = self._tables.get(key)
+            if found is None or not found.values.can_tell or not found.values.still_hold(tensors, scalars):
+                found = self._build(request, values)
+                self._keep(key, found)
+            self._tables.move_to_end(key)
+            if is_capturing(request.device):
+                self._recorded[id(found)] = found
+        return found
+
+    def _build(self, request: TableRequest, values: Values) -> DerivedTable:
+        refuse_capture(request.device)
+        self.built += 1
+        inputs = request.inputs(values)
+        return request.kernels.build(inputs, min(MAX_BLOCKS, request.kernels.all_blocks(inputs)))
+
+    def _keep(self, key: Hashable, table: DerivedTable) -> None:
+        self._tables[key] = table
+        if len(self._tables) > MAX_TABLES:
+            self._tables.popitem(last=False)

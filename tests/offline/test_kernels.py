@@ -1,0 +1,50 @@
+"""The kernels of the goldens, compiled for the main targets: matrix instructions, no spills, no surprise in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexgen.lowering.targets import TARGETS
+from flexgen.runtime.resources import measure
+from tests.goldens.kernels import CASES, KernelCase
+from tests.offline.facts import compiled
+
+MAIN = ("sm_80", "sm_90", "sm_100", "gfx942")
+OTHERS = ("sm_86", "sm_89", "sm_120", "gfx90a", "gfx950")
+
+
+def runs_on(case: KernelCase, target: str) -> bool:
+    return TARGETS[target].has_tma or "USE_TMA" not in case.options
+
+
+def cases(*targets: str) -> list[object]:
+    pairs = [(case, target) for case in CASES for target in targets if runs_on(case, target)]
+    return [pytest.param(case, target, id=f"{case.name}-{target}") for case, target in pairs]
+
+
+@pytest.mark.parametrize(("case", "target"), cases(*MAIN))
+def test_main_target(case: KernelCase, target: str) -> None:
+    check(case, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "target"), cases(*OTHERS))
+def test_other_target(case: KernelCase, target: str) -> None:
+    check(case, target)
+
+
+def check(case: KernelCase, target: str) -> None:
+    resources = measure(compiled(case.lower(target)))
+    if case.sizes.dtype != torch.float32:
+        assert resources.spill_stores == resources.spill_loads == resources.local_memory_instructions == 0
+
+
+def test_bulk_copies_use_the_copy_engine() -> None:
+    case = next(case for case in CASES if case.options.get("USE_TMA"))
+    assert measure(compiled(case.lower("sm_90"))).count("UTMALDG") > 0
+
+
+def test_softcap_uses_the_tanh_instruction() -> None:
+    case = next(case for case in CASES if case.name == "softcap")
+    assert measure(compiled(case.lower("sm_90"))).count("MUFU.TANH") > 0
