@@ -5,22 +5,23 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from flexgen.aux_outputs import AuxOutput, AuxRequest, read_aux_request
 from flexgen.capture.live import LiveMods, Reading
-from flexgen.errors import OptionError, ProblemTypeError, UnsupportedProblemError
+from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.ir.graph import Axis
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import DEFAULT_TARGET, Target, target_named
-from flexgen.options import BACKWARD_ONLY, KernelOptions, Options
-from flexgen.pipeline import ForwardKernel, Understood, compile_forward, understand
-from flexgen.problem import INDEX_LIMIT, Guard, Problem
-from flexgen.runtime.autograd import mark_no_backward
+from flexgen.options import Options
+from flexgen.pipeline import ForwardKernel, Understood, compile_forward, compile_table, understand
+from flexgen.problem import INDEX_LIMIT, Guard, Problem, TableForm
 from flexgen.runtime.bind import bind
 from flexgen.runtime.block_table import BlockTable, check_block_table, read_block_mask
+from flexgen.runtime.derived_table import DerivedTable, refuse_capture
 from flexgen.runtime.describe import (
     TRUSTED_SCALAR,
     Launch,
@@ -32,10 +33,14 @@ from flexgen.runtime.describe import (
     to_bhsd,
 )
 from flexgen.runtime.device_target import target_of
+from flexgen.runtime.differentiable import Step, attend, grad_is_needed
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
 from flexgen.runtime.prepared import Prepared, tensor_form
+from flexgen.runtime.table_cache import Values
+from flexgen.tables import Tables, check_derived, placeholder_lists
+from flexgen.training import Basis, Training
 
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
 MAX_PREPARED = 1024  # forms of call kept; the least recently made go first
@@ -50,6 +55,8 @@ class _Call:
     problem: Problem
     guard: Guard
     outputs: OutputForm
+    derived: TableForm | None = None  # of the table derived from the mask
+    table: BlockTable | None = None  # the caller's block mask
 
 
 class Attention:
@@ -67,11 +74,13 @@ class Attention:
         self.score_mod = score_mod
         self.mask_mod = mask_mod
         self.options = options
-        self._forward_options = _forward_options(options)
+        self._forward_options = options.forward()
         self._mods = LiveMods(score_mod, mask_mod)
         self._understood: dict[int, Understood] = {}
         self._kernels: dict[Hashable, Kernel] = {}
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._tables = Tables(self._forward_options)
+        self._training = Training(options.backward())
         self._scales: dict[float, None] = {}
         self._lock = threading.RLock()
 
@@ -99,8 +108,8 @@ class Attention:
             value: [B or 1, Hkv, Lk, Dv].
             scale: multiplies the products before score_mod; 1/sqrt(Dqk) by default.
             return_aux: auxiliary outputs to return.
-            block_table: a torch BlockMask: only its listed blocks are visited, and mask_mod is applied on partial
-                blocks only.
+            block_table: what `block_table(query, key)` returned; or a torch BlockMask: only its listed blocks are
+                visited, and mask_mod is applied on partial blocks only.
             validate: check the block table's lists; waits for the device.
 
         Returns:
@@ -114,21 +123,47 @@ class Attention:
         """
         aux = read_aux_request(return_aux)
         reading = self._read(query, key, value)
+        records = grad_is_needed((query, key, value, *reading.buffers))
+        aux = replace(aux, lse=True) if records else aux  # the backward recomputes weights from it
         form = self._form(reading, query, key, value, scale, aux, block_table)
         prepared = None if validate else self._prepared.get(form)
         if prepared is None:
-            call = self._describe(reading, query, key, value, scale, aux, block_table, validate)
+            target = target_of(query.device)
+            call = self._describe(reading, query, key, value, scale, aux, block_table, validate, target)
             prepared = self._prepare(form, call, block_table)
             buffers: Any = tuple(call.launch.buffers.values())
         else:
             buffers = reading.buffers
-        outputs = prepared.run(query, key, value, buffers, reading.scalars)
-        output = mark_no_backward(outputs["output"], (query, key, value, *buffers))
+        lists = self._tables.lists(prepared.request, block_table, Values(reading.buffers, buffers, reading.scalars))
+        if records:
+            outputs = self._recorded(prepared, reading, (query, key, value), buffers, lists)
+        else:
+            outputs = prepared.run(query, key, value, buffers, reading.scalars, lists)
+        output = outputs["output"]
         if self.options.layout == "bshd":
             output = output.transpose(1, 2)
         if return_aux is None:
             return output
-        return output, AuxOutput(outputs.get("logsumexp"), outputs.get("max_scores"))
+        lse = outputs.get("logsumexp") if return_aux.lse else None
+        return output, AuxOutput(lse, outputs.get("max_scores"))
+
+    def _recorded(
+        self,
+        prepared: Prepared,
+        reading: Reading,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        buffers: Any,
+        lists: Any,
+    ) -> dict[str, torch.Tensor]:
+        """Run a prepared forward under autograd."""
+        basis: Basis = prepared.basis(reading.scalars)
+        query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
+        inputs = (query, _broadcast(key, query.shape[0]), _broadcast(value, query.shape[0]), *buffers)
+        step = Step(
+            lambda: prepared.run(*tensors, buffers, reading.scalars, lists),
+            lambda *given: self._training.backward(basis, *given),
+        )
+        return attend(step, inputs)
 
     def lower(
         self,
@@ -148,12 +183,54 @@ class Attention:
         """
         aux = read_aux_request(return_aux)
         reading = self._read(query, key, value)
-        call = self._describe(reading, query, key, value, scale, aux, block_table, False)
-        device = call.launch.device
-        chip = target_named(target) if target else target_of(device) if device.type == "cuda" else None
-        forward = self._compile(call, chip or target_named(DEFAULT_TARGET))
+        chip = target_named(target) if target else _offline_target(query)
+        call = self._describe(reading, query, key, value, scale, aux, block_table, False, chip)
+        forward = self._compile(call, chip)
         values = bind(forward.source.args, call.launch, call.outputs.allocate(query.to("meta")))
-        return Lowered(call.understood, forward, divisible_positions(forward.source.args, values))
+        form = call.derived
+        table = compile_table(call.understood, form, call.guard, chip, Axis.KV) if form else None
+        return Lowered(call.understood, forward, divisible_positions(forward.source.args, values), table)
+
+    def block_table(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None = None,
+        *,
+        max_blocks: int | None = None,
+    ) -> DerivedTable | None:
+        """Derive, on the device, which blocks of keys each block of queries visits, to pass as `block_table=`.
+
+        Calls do this by themselves, and again when what the mask captured has changed. Making a table once saves
+        them the check, makes room for exactly what is needed, and is needed before capturing a CUDA graph.
+
+        Args:
+            query, key, value: as for a call, of which only shapes, dtypes and the device matter; value defaults to
+                key's shape.
+            max_blocks: how many blocks to make room for, so that nothing is waited for. Rows of blocks whose list
+                does not fit visit every block, which is right but slow; `DerivedTable.check()`, and `validate=True`
+                at a call, raise then. By default the device is waited for once, and there is room for all.
+
+        Returns:
+            The table; None, which `block_table=` takes too, where a kernel needs none: the mask is an interval for
+            each query, or every block would be listed.
+
+        Raises:
+            UnsupportedProblemError: a CUDA graph is being captured, or the tensors form no attention problem.
+        """
+        if max_blocks is not None and (type(max_blocks) is not int or max_blocks < 0):
+            raise ProblemTypeError(f"max_blocks={max_blocks!r} is no count", fix="pass a non-negative int, or None")
+        value = key if value is None else value
+        reading = self._read(query, key, value)
+        refuse_capture(query.device)
+        target = target_of(query.device)
+        call = self._describe(reading, query, key, value, None, AuxRequest(), None, False, target)
+        form = self._tables.explicit(call.understood, call.launch, replace(call.problem, table=None), target)
+        if form is None:
+            return None
+        request = self._tables.request(call.understood, call.launch, form, call.guard, target)
+        values = Values(reading.buffers, tuple(call.launch.buffers.values()), reading.scalars)
+        return request.build(values, max_blocks)
 
     # Describing a call.
 
@@ -209,12 +286,13 @@ class Attention:
         aux: AuxRequest,
         block_table: Any,
         validate: bool,
+        target: Target,
     ) -> _Call:
         layout = self.options.layout
         check_tensors(query, key, value, layout)
         query, key, value = (to_bhsd(tensor, layout) for tensor in (query, key, value))
         batch, q_heads, q_len, head_dim = query.shape
-        table = self._table(block_table, query, key, validate)
+        table = self._table(block_table, reading, query, key, validate)
         launch = Launch(
             batch=batch,
             q_heads=q_heads,
@@ -223,7 +301,7 @@ class Attention:
             kv_len=key.shape[2],
             tensors={"query": query, "key": _broadcast(key, batch), "value": _broadcast(value, batch)},
             scale=softmax_scale(scale, head_dim),
-            table=table_lists(table) if table else {},
+            table=table_lists(table) if isinstance(table, BlockTable) else {},
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
         )
@@ -231,18 +309,30 @@ class Attention:
         problem = describe_problem(
             launch,
             constant_scale=self._scale_is_constant(launch.scale, scale),
-            table=table,
+            table=table.form if table else None,
             output_logsumexp=aux.lse,
             output_max=aux.max_scores,
             has_offsets=False,
         )
         understood = self._understand(reading)
         guard = describe_guard(launch, outputs.row_span, understood.facts.rows_safe)
-        return _Call(understood, launch, problem, guard, outputs)
+        form = table.form if table else self._tables.implicit(understood, launch, problem, guard, target)
+        if form is None or not form.derived:
+            own = table if isinstance(table, BlockTable) else None
+            return _Call(understood, launch, problem, guard, outputs, table=own)
+        launch = replace(launch, table=placeholder_lists(understood, launch, form))
+        return _Call(understood, launch, replace(problem, table=form), guard, outputs, form)
 
-    def _table(self, block_table: Any, query: torch.Tensor, key: torch.Tensor, validate: bool) -> BlockTable | None:
+    def _table(
+        self, block_table: Any, reading: Reading, query: torch.Tensor, key: torch.Tensor, validate: bool
+    ) -> BlockTable | DerivedTable | None:
         if block_table is None:
             return None
+        if isinstance(block_table, DerivedTable):
+            check_derived(block_table, reading.captured, query, key)
+            if validate:
+                block_table.check()
+            return block_table
         self._check_mask_of(block_table)
         table = read_block_mask(
             block_table,
@@ -304,8 +394,12 @@ class Attention:
         return kernel
 
     def _prepare(self, form: Hashable, call: _Call, block_table: Any) -> Prepared:
-        table = tuple(call.launch.table.values())
-        prepared = Prepared(self._kernel(call), call.launch, call.outputs, (call.understood, block_table, table))
+        kept = None if isinstance(block_table, DerivedTable) else (block_table, tuple(call.launch.table.values()))
+        target = target_of(call.launch.device)
+        derived, parts = call.derived, (call.understood, call.launch)
+        request = self._tables.request(*parts, derived, call.guard, target) if derived else None
+        prepared = Prepared(self._kernel(call), call.launch, call.outputs, (call.understood, kept), request)
+        prepared.basis = _basis(call, target)
         if form is not None:
             with self._lock:
                 self._prepared[form] = prepared
@@ -314,16 +408,16 @@ class Attention:
         return prepared
 
 
-def _forward_options(options: Options) -> KernelOptions:
-    given = options.forward().given()
-    backward = sorted(BACKWARD_ONLY & given.keys()) or sorted(options.bwd.given())
-    if backward:
-        raise OptionError(
-            f"{', '.join(backward)}: options of backward kernels",
-            why="this version of flexgen compiles forward kernels only, and ignores no option",
-            fix="drop them",
-        )
-    return options.forward()
+def _basis(call: _Call, target: Target) -> Callable[[Any], Basis]:
+    """Return the maker of what the backward needs to know of a call of this form, given its numbers."""
+    names, understood, table = list(call.launch.scalars), call.understood, call.table
+    scale, problem = call.launch.scale, call.problem
+    return lambda scalars: Basis(understood, problem, target, table, scale, dict(zip(names, scalars, strict=True)))
+
+
+def _offline_target(query: torch.Tensor) -> Target:
+    """Return the target to lower for where none is named: the tensors' GPU, or the default chip."""
+    return target_of(query.device) if query.device.type == "cuda" else target_named(DEFAULT_TARGET)
 
 
 def _broadcast(tensor: torch.Tensor, batch: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flexgen.explain import explain
 from flexgen.ir.text import print_mods
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.pipeline import ForwardKernel, Understood
+from flexgen.pipeline import ForwardKernel, TableKernel, Understood
 from flexgen.runtime.kernel import module_of
 
 if TYPE_CHECKING:
@@ -23,16 +23,19 @@ class Lowered:
         understood: captured and simplified mods, and facts.
         forward: the forward kernel.
         divisible: positions of the kernel's arguments that are multiples of 16 in this configuration.
+        table: the kernels that derive the block table, where the forward kernel walks one.
     """
 
     understood: Understood
     forward: ForwardKernel
     divisible: frozenset[int]
+    table: TableKernel | None = None
 
     @property
     def source(self) -> dict[str, str]:
         """Emitted text by entry name."""
-        return {self.forward.source.entry: self.forward.source.text}
+        sources = {self.forward.source.entry: self.forward.source.text}
+        return sources | ({"block_table": self.table.source.text} if self.table else {})
 
     @property
     def plan(self) -> ForwardPlan:
@@ -54,7 +57,7 @@ class Lowered:
             ("02_simplified.ir", fired + print_mods(simplified.mods, simplified.origins)),
             ("03_facts.txt", self.understood.facts.describe() + "\n"),
             ("04_plan.txt", self.explain()),
-            (f"05_{self.forward.source.entry}.py", self.forward.source.text),
+            *((f"05_{entry}.py", text) for entry, text in self.source.items()),
         ]
 
     def binary(self) -> Binary:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexgen.capture.live import Captured
 from flexgen.codegen.block_table_emit import TableSource, emit_block_table
 from flexgen.codegen.emit import emit_forward
+from flexgen.codegen.emit_backward import emit_backward, emit_delta, kernel_of
 from flexgen.codegen.source import KernelSource
+from flexgen.ir.grad import score_grad
 from flexgen.ir.graph import Axis, Graph, Mods
 from flexgen.ir.origins import Origins
+from flexgen.ir.score_grad import ScoreGrad
 from flexgen.ir.simplify import Simplified, simplify
 from flexgen.lowering.blocks import BlockRule, block_rule
 from flexgen.lowering.facts import MaskFacts, analyse_mask
-from flexgen.lowering.schedule import forward_schedule
+from flexgen.lowering.schedule import backward_schedule, forward_schedule
 from flexgen.lowering.table_plan import TablePlan
 from flexgen.lowering.targets import Target
+from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.choose import Question, choose_forward
+from flexgen.lowering.triton.choose_backward import choose_backward, choose_delta
 from flexgen.lowering.triton.choose_table import TABLE_TIERS, TableChoice, choose_table
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.options import KernelOptions
@@ -111,3 +117,46 @@ def compile_forward(
     schedule = forward_schedule(facts, table=problem.table, trusted=trusted, without_table=refusal)
     plan = choose_forward(Question(problem, guard, target, options, understood.mods, facts, schedule))
     return ForwardKernel(plan, emit_forward(understood.mods, understood.origins, plan))
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardSources:
+    """The emitted backward kernels of a configuration, with their plans."""
+
+    delta: tuple[KernelSource, DeltaPlan]
+    grads: Mapping[BackwardKernel, tuple[KernelSource, BackwardPlan]]
+    score_grad: ScoreGrad | None
+
+
+def compile_backward(
+    understood: Understood,
+    problem: Problem,
+    guard: Guard,
+    target: Target,
+    options: KernelOptions,
+    *,
+    trusted: bool,
+    wanted: frozenset[str],
+    scatter: tuple[str, ...],
+    has_grad_logsumexp: bool,
+) -> BackwardSources:
+    """Decide the backward plans that the wanted gradients need, and emit their kernels.
+
+    Args:
+        wanted: "query", "key", "value", and anything else for captured buffers.
+        scatter: captured buffers whose gradient is wanted.
+        has_grad_logsumexp: the loss depends on the logsumexp.
+    """
+    mods = understood.mods
+    grad = score_grad(mods.score, frozenset(scatter), understood.origins) if mods.score else None
+    owners = {kernel_of(part.axes) for part in (grad.scatters if grad else ())}
+    needed = {BackwardKernel.DQ: "query" in wanted, BackwardKernel.DKDV: bool(wanted & {"key", "value"})}
+    grads = {}
+    for kernel in BackwardKernel:
+        if needed[kernel] or kernel in owners:
+            schedule = backward_schedule(understood.facts, kernel is BackwardKernel.DQ, problem.table, trusted=trusted)
+            question = Question(problem, guard, target, options, mods, understood.facts, schedule)
+            plan = choose_backward(question, kernel, scatter)
+            grads[kernel] = (emit_backward(mods, understood.origins, grad, plan), plan)
+    delta = choose_delta(problem, guard, target, has_grad_logsumexp=has_grad_logsumexp)
+    return BackwardSources((emit_delta(delta), delta), grads, grad)

@@ -13,7 +13,7 @@ from flexgen.codegen.dialects.triton import pointer_type, type_name
 from flexgen.codegen.forward_text import Checked
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
-from flexgen.codegen.scatter_printer import PrintedScatter
+from flexgen.codegen.scatter_printer import PrintedScatter, ScatterCalls, calls
 from flexgen.codegen.sides import Side, dim_mask
 from flexgen.codegen.source import Arg, Role
 from flexgen.codegen.walk_text import gap_count, grouped, span, walks_of
@@ -77,8 +77,8 @@ class BackwardHoles:
     score_call: str
     grad_call: str
     live: Checked
-    scatters: tuple[PrintedScatter, ...]
-    carried: tuple[PrintedScatter, ...]
+    counts: Checked
+    scatters: tuple[ScatterCalls, ...]
     results: str
     bounds: tuple[str, ...]
     visits: tuple[tuple[str, ...], ...]
@@ -112,7 +112,9 @@ class BackwardText:
         self.table = plan.schedule.walk is Walk.TABLE
         exists = "" if plan.IS_DIVISIBLE else "{}_exists"
         self.rows = Side("q_idx", exists.format("row"), "q", plan.wide, {*plan.unit_stride, "grad_query"})
-        self.keys = Side("kv_idx", exists.format("column"), "kv", plan.wide, {*plan.unit_stride, "grad_key", "grad_value"})
+        self.keys = Side(
+            "kv_idx", exists.format("column"), "kv", plan.wide, {*plan.unit_stride, "grad_key", "grad_value"}
+        )
         self.own, self.walked = (self.rows, self.keys) if self.is_dq else (self.keys, self.rows)
         self.ranges = None if self.table else self._print_ranges(context)
         self.divides = not self.table or self._own_sizes()[0] % self._own_sizes()[1] == 0
@@ -166,10 +168,10 @@ class BackwardText:
             row_broadcast="[:, None]" if self.is_dq else "[None, :]",
             accumulator=type_name(plan.accumulator_dtype),
             score_call=self.score.call(score="score", **self._indices()) if self.score else "",
-            grad_call=self.grad.call(grad="grad_score", score="score", **self._indices()) if self.grad else "",
+            grad_call=self.grad.call(score="score", grad="grad_score", **self._indices()) if self.grad else "",
             live=self._live(),
-            scatters=self.scatters,
-            carried=tuple(scatter for scatter in self.scatters if scatter.accumulate),
+            counts=self._counts(),
+            scatters=tuple(self._scatter_calls()),
             results=self._results(),
             bounds=self.ranges.lines if self.ranges else (),
             visits=tuple(self._visit(span(walk, self.gaps), walk.checked, "", prefix) for walk in self.walks),
@@ -231,6 +233,18 @@ class BackwardText:
         checked = " & ".join(term for term in (walked, mask) if term)
         return Checked(checked, walked if self.table and self.two_kinds else "")
 
+    def _counts(self) -> Checked:
+        """Which pairs of a tile count in the gradients of captured buffers."""
+        own = f"{self.own.exists}[:, None]" if self.own.exists else ""
+        checked = " & ".join(term for term in (own, "live" if self._live().checked else "") if term)
+        unchecked = " & ".join(term for term in (own, self._live().unchecked) if term)
+        return Checked(*(f"tl.broadcast_to({text or 'True'}, score.shape)" for text in (checked, unchecked)))
+
+    def _scatter_calls(self) -> Iterable[ScatterCalls]:
+        dtype = self.plan.accumulator_dtype
+        for scatter in self.scatters:
+            yield calls(scatter, self._indices(), is_dq=self.is_dq, exists=self.own.exists, dtype=dtype)
+
     def _exists(self, side: Side) -> str:
         """Return the condition that a position exists, broadcast to the tile.
 
@@ -254,7 +268,7 @@ class BackwardText:
 
     def _results(self) -> str:
         grads = ["grad_query"] if self.is_dq else ["grad_key", "grad_value"]
-        return ", ".join(grads + [scatter.name for scatter in self.scatters if scatter.accumulate])
+        return ", ".join(grads + [scatter.carried for scatter in self.scatters if scatter.carried])
 
     def _captured_args(self) -> tuple[Arg, ...]:
         printed = [mod for mod in (self.score, self.mask, self.grad) if mod is not None]
@@ -262,7 +276,7 @@ class BackwardText:
         return tuple(dict.fromkeys([*args, *(arg for scatter in self.scatters for arg in scatter.args)]))
 
     def _own_names(self) -> list[str]:
-        carried = [scatter.name for scatter in self.scatters if scatter.accumulate]
+        carried = [scatter.carried for scatter in self.scatters if scatter.carried]
         if self.is_dq:
             return ["grad_query", *carried, "query", "grad_output", "row_shift", "delta"]
         return ["grad_key", "grad_value", *carried, "key", "value"]
@@ -313,7 +327,9 @@ class BackwardText:
         dtypes = dict.fromkeys((*TENSORS, *grads), plan.query_dtype)
         dtypes |= {"key": plan.key_dtype, "value": plan.value_dtype}
         dtypes |= dict.fromkeys(("row_shift", "delta"), plan.accumulator_dtype)
-        args = [Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(dtype), True) for name, dtype in dtypes.items()]
+        args = [
+            Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(dtype), True) for name, dtype in dtypes.items()
+        ]
         args += list(self._table_args()) if self.table else []
         for tensor in (*TENSORS, *grads):
             args += self._stride_args(tensor)

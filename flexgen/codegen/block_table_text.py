@@ -19,7 +19,9 @@ from flexgen.lowering.table_plan import TablePlan
 from flexgen.problem import INDEX_LIMIT
 
 _NARROW = Range(-INDEX_LIMIT, INDEX_LIMIT)  # sums and differences of two such numbers fit 32 bits
-_NAMES = frozenset({"block", "exists", "slot", "q_block", "kv_block", "q_slot", "kv_slot", "live", "full", "tl", "triton"})
+_NAMES = frozenset(
+    {"block", "exists", "slot", "q_block", "kv_block", "q_slot", "kv_slot", "live", "full", "tl", "triton"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
             libdevice=any(mod.libdevice for mod in printed),
         )
     )
-    return KernelSource(text, "forward", holes.args, _line_map(text, printed), kernel_key(mods, origins, plan))
+    return KernelSource(text, "forward", holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
 
 
 def print_context(mods: Mods, plan: ForwardPlan) -> PrintContext:
@@ -124,7 +124,7 @@ def _floor(plan: ForwardPlan, multiplier: float) -> Variable:
     return Variable("ROW_MAX_FLOOR", repr(-(10.0**exponent)), "below any score; finite when scaled")
 
 
-def _line_map(text: str, printed: list[PrintedMod]) -> tuple[LineOrigin, ...]:
+def line_map(text: str, printed: list[PrintedMod]) -> tuple[LineOrigin, ...]:
     """Find each mod's lines in the text and map them to the user's."""
     numbered = text.splitlines()
     found: list[LineOrigin] = []

@@ -7,6 +7,7 @@ import textwrap
 from flexgen.ir.graph import Graph, Mods
 from flexgen.lowering.decision import Decision
 from flexgen.lowering.schedule import Schedule
+from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 
 FLAGS = (
@@ -39,6 +40,27 @@ def header(mods: Mods, plan: ForwardPlan) -> str:
     return f'"""Fused attention, forward, for {plan.target.name}. Written by flexgen.\n\n{body}\n"""'
 
 
+def backward_header(mods: Mods, plan: BackwardPlan) -> str:
+    """Return the module docstring of a backward kernel."""
+    what = "dQ" if plan.kernel is BackwardKernel.DQ else "dK and dV"
+    walked = "keys" if plan.kernel is BackwardKernel.DQ else "queries"
+    sizes = f"{plan.BLOCK_M} queries x {plan.BLOCK_N} keys, {plan.num_warps} warps, {plan.num_stages} stages"
+    rows = [
+        ("score_mod", _name(mods.score, "none: softmax of scaled products")),
+        ("mask_mod", _name(mods.mask, "none: every key is live")),
+        ("tile", f"{sizes}   because: {_because(plan, 'BLOCK_M')}"),
+        (walked, _keys(plan.schedule)),
+        ("flags", ", ".join(f"{name}={getattr(plan, name)}" for name in FLAGS if hasattr(plan, name))),
+    ]
+    body = "\n".join(row(label, text) for label, text in rows)
+    return f'"""Fused attention, backward, {what}, for {plan.target.name}. Written by flexgen.\n\n{body}\n"""'
+
+
+def delta_header(plan: DeltaPlan) -> str:
+    """Return the module docstring of the kernel that prepares rows for the backward kernels."""
+    return f'"""Fused attention, backward, row statistics, for {plan.target.name}. Written by flexgen."""'
+
+
 def row(label: str, text: str) -> str:
     """Return a labelled paragraph of a module's docstring."""
     safe = text.replace("\\", "/").replace('"""', "'''")
@@ -69,9 +91,9 @@ def _yes(value: bool, because: str) -> str:
     return f"{'yes' if value else 'no'}   because: {because}"
 
 
-def _because(plan: ForwardPlan, name: str) -> str:
+def _because(plan: ForwardPlan | BackwardPlan, name: str) -> str:
     return _decision(plan, name).because
 
 
-def _decision(plan: ForwardPlan, name: str) -> Decision:
+def _decision(plan: ForwardPlan | BackwardPlan, name: str) -> Decision:
     return next(decision for decision in plan.decisions if decision.name == name)

@@ -35,7 +35,7 @@ class PrintedMod:
     """A printed device function.
 
     Attributes:
-        name: "score_mod" or "mask_mod".
+        name: the function's name.
         lines: the function's text, at column 0.
         args: captured values it takes after the indices, in order.
         prelude: names of prelude functions it calls.
@@ -58,25 +58,34 @@ def print_mod(graph: Graph, origins: Origins, context: PrintContext, score_dtype
 
     A score_mod returns a tile of `score_dtype`; a mask_mod a bool tensor that broadcasts to the tile.
     """
-    inputs = MOD_INPUTS[graph.kind]
-    printer = NodePrinter(context, {name: name for name in inputs}, origins.variable, _reserved(inputs, context))
-    result = printer.print(graph.root)
-    if graph.kind == "score":
-        result = _as_tile(graph.root, result, printer.computed_dtype(graph.root), score_dtype)
-    lines = _body(graph, printer, origins, result)
+    doc = f"{graph.name}: the {graph.kind} of one (query, key) pair; indices broadcast to the tile."
+    tile_dtype = score_dtype if graph.kind == "score" else None
+    return print_function(f"{graph.kind}_mod", doc, MOD_INPUTS[graph.kind], graph.root, origins, context, tile_dtype)
+
+
+def print_function(
+    name: str,
+    doc: str,
+    inputs: tuple[str, ...],
+    root: Node,
+    origins: Origins,
+    context: PrintContext,
+    tile_dtype: torch.dtype | None,
+) -> PrintedMod:
+    """Print an expression as a device function of its inputs; with `tile_dtype` it returns a full tile of it."""
+    printer = NodePrinter(context, {n: n for n in inputs}, origins.variable, reserved_names(inputs, context))
+    result = printer.print(root)
+    if tile_dtype is not None:
+        result = as_tile(root, result, printer.computed_dtype(root), tile_dtype)
     args = tuple(printer.args.values())
-    head = f"def {graph.kind}_mod({', '.join([*inputs, *(arg.name for arg in args)])}):"
-    doc = f'    """{graph.name}: the {graph.kind} of one (query, key) pair; indices broadcast to the tile."""'
-    return PrintedMod(
-        name=f"{graph.kind}_mod",
-        lines=tuple(_wrapped([PrintedLine("@triton.jit"), PrintedLine(head), PrintedLine(doc), *lines])),
-        args=args,
-        prelude=tuple(printer.prelude),
-        libdevice=printer.libdevice,
-    )
+    head = f"def {name}({', '.join([*inputs, *(arg.name for arg in args)])}):"
+    lines = [PrintedLine("@triton.jit"), PrintedLine(head), PrintedLine(f'    """{doc}"""')]
+    lines += body_lines(printer, origins, root, result)
+    return PrintedMod(name, tuple(wrapped_lines(lines)), args, tuple(printer.prelude), printer.libdevice)
 
 
-def _wrapped(lines: list[PrintedLine]) -> Iterator[PrintedLine]:
+def wrapped_lines(lines: list[PrintedLine]) -> Iterator[PrintedLine]:
+    """Yield the lines, long ones broken, each piece with its line's origin."""
     for line in lines:
         yield from (PrintedLine(piece, line.span) for piece in wrap_long_lines(line.text).split("\n"))
 
@@ -84,19 +93,20 @@ def _wrapped(lines: list[PrintedLine]) -> Iterator[PrintedLine]:
 RESERVED = frozenset({"tl", "triton", "libdevice", "float"})
 
 
-def _reserved(inputs: tuple[str, ...], context: PrintContext) -> set[str]:
+def reserved_names(inputs: tuple[str, ...], context: PrintContext) -> set[str]:
+    """Return the names that assignments of a device function must avoid."""
     captured = {*context.buffers, *context.scalars}
     helpers = {"floor_div", "floor_mod", "float_floor_div", "float_floor_mod", "sign", "truncate", "round_half_even"}
     return {*inputs, *captured, *RESERVED, *helpers, "tanh", "tanh_approx", "expm1", "log1p", "power"}
 
 
-def _as_tile(root: Node, result: Expression, dtype: torch.dtype, score_dtype: torch.dtype) -> Expression:
+def as_tile(root: Node, result: Expression, dtype: torch.dtype, score_dtype: torch.dtype) -> Expression:
     """Make a score_mod's result a full tile: it may be a constant, or depend on some of the indices only."""
     if root.op == "const":
         return call("tl.full", "score.shape", result, type_name(score_dtype))
     if dtype != score_dtype:
         result = method(result, f"to({type_name(score_dtype)})")
-    if not {Axis.Q, Axis.KV} <= root.axes or "score" not in _input_names(root):
+    if not {Axis.Q, Axis.KV} <= root.axes or not _input_names(root) & {"score", "grad"}:
         return call("tl.broadcast_to", result, "score.shape")
     return result
 
@@ -113,11 +123,12 @@ def _input_names(root: Node) -> set[str]:
     return names
 
 
-def _body(graph: Graph, printer: NodePrinter, origins: Origins, result: Expression) -> list[PrintedLine]:
+def body_lines(printer: NodePrinter, origins: Origins, root: Node, result: Expression) -> list[PrintedLine]:
+    """Return a function's body: its assignments and what it returns, under the user's lines."""
     lines: list[PrintedLine] = []
     shown: str | None = None
     statements = [(f"{a.name} = {a.text}", a.node) for a in printer.assignments]
-    for text, node in [*statements, (f"return {result.text}", graph.root)]:
+    for text, node in [*statements, (f"return {result.text}", root)]:
         span = origins.span(node)
         comment = comment_text(span) if span else None
         if comment and comment != shown:

@@ -92,6 +92,10 @@ class NodePrinter:
             self._printed[node] = expression
         return self._printed[root]
 
+    def expression(self, node: Node) -> Expression:
+        """Return the text of a node that was printed."""
+        return self._printed[node]
+
     def computed_dtype(self, node: Node) -> torch.dtype:
         """Return the dtype that a printed node's expression has."""
         return self._dtypes[node]
@@ -206,17 +210,17 @@ class NodePrinter:
         pointer = self._arg(Arg(f"{buffer.name}_ptr", Role.BUFFER, buffer.name, None, pointer_type(buffer.dtype), True))
         address = pointer
         for dim, index in enumerate(node.args):
-            self._name_index(buffer, dim, index)
+            self.name_index(buffer, dim, index)
             offset = self._offset(buffer, dim, index)
             address = address if offset is None else binary("+", Precedence.ADD, address, offset)
         mask = self._in_bounds(buffer, node)
         loaded = call("tl.load", address, *((f"mask={mask.text}", "other=0") if mask else ()))
         return self._widen_loaded(buffer.dtype, loaded)
 
-    def _name_index(self, buffer: Buffer, dim: int, index: Node) -> None:
+    def name_index(self, buffer: Buffer, dim: int, index: Node) -> None:
         """Give an index that both the address and the mask use a line of its own."""
         if self._printed[index].precedence != Precedence.ATOM or "(" in self._printed[index].text:
-            if not self._bounds(buffer, dim, index):
+            if not self.bounds(buffer, dim, index):
                 return
             name = self._fresh(f"{buffer.name}_index{dim if buffer.rank > 1 else ''}")
             self.assignments.append(Assignment(name, self._printed[index].text, index))
@@ -237,7 +241,7 @@ class NodePrinter:
 
     def _in_bounds(self, buffer: Buffer, node: Node) -> Expression | None:
         """Return the condition under which every index lies in the buffer; None where that is proved."""
-        terms = [term for dim, index in enumerate(node.args) for term in self._bounds(buffer, dim, index)]
+        terms = [term for dim, index in enumerate(node.args) for term in self.bounds(buffer, dim, index)]
         if not terms:
             return None
         condition = terms[0]
@@ -245,7 +249,7 @@ class NodePrinter:
             condition = binary("&", Precedence.AND, condition, term)
         return condition
 
-    def _bounds(self, buffer: Buffer, dim: int, index: Node) -> list[Expression]:
+    def bounds(self, buffer: Buffer, dim: int, index: Node) -> list[Expression]:
         """Return what has to be checked of one index."""
         known = self.context.analysis.of(index)
         static = buffer.sizes[dim]

@@ -17,6 +17,8 @@ class Role(enum.Enum):
     BUFFER = "buffer"  # pointer to a captured tensor
     BUFFER_STRIDE = "buffer stride"
     BUFFER_SIZE = "buffer size"
+    BUFFER_GRAD = "buffer gradient"  # pointer to the gradient of a captured tensor
+    BUFFER_GRAD_STRIDE = "buffer gradient stride"
     SCALAR = "scalar"  # captured number
     LENGTH = "length"  # Q_LEN, KV_LEN, Q_HEADS, Q_OFFSET, KV_OFFSET
     SCALE = "scale"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flexgen.lowering.bounds import Bound, SegmentBounds
 from flexgen.lowering.facts import MaskFacts
-from flexgen.lowering.symbols import KV_LEN, ZERO
+from flexgen.lowering.symbols import KV_LEN, Q_LEN, ZERO
 from flexgen.problem import TableForm
 
 
@@ -57,5 +57,20 @@ def forward_schedule(facts: MaskFacts, *, table: TableForm | None, trusted: bool
     return Schedule(Walk.RANGES, facts.kv.segments, facts.kv.sorted, because)
 
 
+def backward_schedule(facts: MaskFacts, walks_keys: bool, table: TableForm | None, *, trusted: bool) -> Schedule:
+    """Return the walk of a backward kernel: of a tile of queries over keys, or of a tile of keys over queries."""
+    if table is not None:
+        return Schedule(Walk.TABLE, (), True, "the block mask's lists say which blocks are visited")
+    if not trusted:
+        everything = _every_key() if walks_keys else _every_query()
+        return Schedule(Walk.RANGES, (everything,), True, "a captured number is too large for the mask's bounds")
+    way = facts.kv if walks_keys else facts.q
+    return Schedule(Walk.RANGES, way.segments, way.sorted, f"{way.tier.value}: {way.because}")
+
+
 def _every_key() -> SegmentBounds:
     return SegmentBounds(Bound(ZERO), Bound(KV_LEN), None, None, False, "every key is visited and checked")
+
+
+def _every_query() -> SegmentBounds:
+    return SegmentBounds(Bound(ZERO), Bound(Q_LEN), None, None, False, "every query is visited and checked")

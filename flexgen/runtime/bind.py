@@ -34,6 +34,10 @@ def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> tor
             return _stride(launch.buffers[arg.of], arg.dim)
         case Role.BUFFER_SIZE:
             return launch.buffers[arg.of].shape[arg.dim or 0]
+        case Role.BUFFER_GRAD:
+            return tensors[f"grad of {arg.of}"]
+        case Role.BUFFER_GRAD_STRIDE:
+            return _stride(tensors[f"grad of {arg.of}"], arg.dim)
         case Role.SCALAR:
             return launch.scalars[arg.of]
         case Role.SCALE:

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from flexgen.errors import UnsupportedProblemError
+from flexgen.ir.graph import Axis
 from flexgen.problem import TableForm
+from flexgen.runtime.describe import Launch
+
+MAX_ENTRIES = (1 << 31) - 1  # offsets into a list are int32
+
+Lists = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +34,50 @@ class TableSizes:
     kv_len: int
     device: torch.device
 
-    def blocks(self, form: TableForm) -> tuple[int, int]:
-        """Return how many blocks of queries and of keys there are."""
-        return -(-self.q_len // form.q_block_size), -(-self.kv_len // form.kv_block_size)
+    @classmethod
+    def of(cls, axes: frozenset[Axis], launch: Launch) -> TableSizes:
+        """Return the extents of a launch's table, whose rule depends on some of the axes B and H."""
+        batch = launch.batch if Axis.B in axes else min(launch.batch, 1)
+        heads = launch.q_heads if Axis.H in axes else min(launch.q_heads, 1)
+        return cls(batch, heads, launch.q_len, launch.kv_len, launch.device)
+
+    def blocks(self, form: TableForm, walked: Axis = Axis.KV) -> tuple[int, int]:
+        """Return how many rows of blocks a (batch, head) has, and how many blocks a row."""
+        q_blocks, kv_blocks = -(-self.q_len // form.q_block_size), -(-self.kv_len // form.kv_block_size)
+        return (q_blocks, kv_blocks) if walked is Axis.KV else (kv_blocks, q_blocks)
+
+    def count(self, form: TableForm) -> int:
+        """Return how many blocks there are."""
+        rows, columns = self.blocks(form)
+        return self.batch * self.heads * rows * columns
+
+
+def new_lists(
+    form: TableForm, sizes: TableSizes, walked: Axis, capacity: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return empty lists; the indices begin with every block, for rows whose own list does not fit.
+
+    Raises:
+        UnsupportedProblemError: 2**31 entries or more.
+    """
+    rows, columns = sizes.blocks(form, walked)
+    if columns + capacity > MAX_ENTRIES:
+        raise UnsupportedProblemError(
+            f"the block table needs {capacity} entries",
+            why="a row's list is found by a 32-bit offset",
+            fix="use larger blocks (BLOCK_M, BLOCK_N), or a mask that does not depend on batch and head",
+        )
+    axis, shape = walked.value, (sizes.batch, sizes.heads, rows)
+    names = (f"{axis}_num_blocks", f"full_{axis}_num_blocks", f"{axis}_offsets")
+    lists = {name: torch.empty(shape, dtype=torch.int32, device=device) for name in names}
+    indices = torch.empty(columns + capacity, dtype=torch.int32, device=device)
+    torch.arange(columns, dtype=torch.int32, device=device, out=indices[:columns])
+    return lists | {f"{axis}_indices": indices}
+
+
+def expanded(lists: Lists, batch: int, heads: int) -> Lists:
+    """Return the lists by row expanded to a call's batch and query heads."""
+    return {name: t if t.dim() == 1 else t.expand(batch, heads, -1) for name, t in lists.items()}
 
 
 class MaskValues:
@@ -87,7 +134,7 @@ class DerivedTable:
 
     form: TableForm
     sizes: TableSizes
-    lists: Mapping[str, torch.Tensor]
+    lists: Lists
     needed: torch.Tensor
     capacity: int
     values: MaskValues
@@ -113,7 +160,7 @@ class DerivedTable:
                 fix=f"make it with max_blocks={needed} or more, or without max_blocks, which waits once for the size",
             )
 
-    def current_lists(self) -> Mapping[str, torch.Tensor]:
+    def current_lists(self) -> Lists:
         """Return the lists, for use on the current stream."""
         if self.ready is None:
             return self.lists

@@ -12,13 +12,16 @@ import torch
 from flexgen.codegen.source import Arg, KernelSource
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.targets import Target
+from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.runtime.bind import bind
 from flexgen.runtime.cache import SourceCache
 from flexgen.runtime.describe import Launch, address
 from flexgen.runtime.environment import read_environment
 from flexgen.runtime.load import load_module
 
 ALIGNMENT = 16
+Plan = ForwardPlan | BackwardPlan | DeltaPlan
 
 
 @cache
@@ -67,7 +70,7 @@ class Kernel:
         owner: the captured mods it belongs to, kept alive so that its identity may serve as a key.
     """
 
-    def __init__(self, source: KernelSource, plan: ForwardPlan, owner: object) -> None:
+    def __init__(self, source: KernelSource, plan: Plan, owner: object) -> None:
         self.owner = owner
         self._source = source
         self._plan = plan
@@ -80,16 +83,33 @@ class Kernel:
     def grid(self, launch: Launch) -> tuple[int, int, int]:
         return (program_count(self._plan, launch), 1, 1)
 
+    def run(self, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Launch once, writing `outputs` in place."""
+        self.execute(self.grid(launch), bind(self._source.args, launch, outputs))
 
-def program_count(plan: ForwardPlan, launch: Launch) -> int:
-    """Return how many programs a launch needs: row tiles times heads times batch."""
+
+def program_count(plan: Plan, launch: Launch) -> int:
+    """Return how many programs a launch needs: tiles of a head times heads times batch."""
+    match plan:
+        case DeltaPlan():
+            return _tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads
+        case BackwardPlan(kernel=BackwardKernel.DKDV):
+            tiles = _own_tiles(plan, launch.kv_len, plan.BLOCK_N, plan.SPARSE_KV_BLOCK_SIZE)
+            return tiles * launch.batch * launch.kv_heads
+        case BackwardPlan():
+            tiles = _own_tiles(plan, launch.q_len, plan.BLOCK_M, plan.SPARSE_Q_BLOCK_SIZE)
+            return tiles * launch.batch * launch.q_heads
     if plan.index_map.packs:
         return _tiles(launch.q_len * plan.GQA_SHARED_HEADS, plan.BLOCK_M) * launch.batch * launch.kv_heads
-    tiles = _tiles(launch.q_len, plan.BLOCK_M)
-    if plan.schedule.walk is Walk.TABLE and plan.SPARSE_Q_BLOCK_SIZE % plan.BLOCK_M:
-        block = plan.SPARSE_Q_BLOCK_SIZE
-        tiles = _tiles(launch.q_len, block) * _tiles(min(block, launch.q_len), plan.BLOCK_M)
+    tiles = _own_tiles(plan, launch.q_len, plan.BLOCK_M, plan.SPARSE_Q_BLOCK_SIZE)
     return tiles * launch.batch * launch.q_heads
+
+
+def _own_tiles(plan: ForwardPlan | BackwardPlan, length: int, block: int, sparse: int) -> int:
+    """Return the tiles of a head; where a table's blocks are not whole tiles, each block has its own."""
+    if plan.schedule.walk is Walk.TABLE and sparse % block:
+        return _tiles(length, sparse) * _tiles(min(sparse, length), block)
+    return _tiles(length, block)
 
 
 def _tiles(length: int, block: int) -> int:

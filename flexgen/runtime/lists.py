@@ -57,3 +57,30 @@ def table_form(block_mask: Any) -> tuple[Hashable, ...]:
     lists = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "mask_mod")
     sizes = (str(getattr(block_mask, "BLOCK_SIZE", None)), str(getattr(block_mask, "seq_lengths", None)))
     return (*(id(getattr(block_mask, name, None)) for name in lists), *sizes)
+
+
+def column_lists(table: BlockTable) -> dict[str, torch.Tensor]:
+    """Return the lists by columns of blocks, for kernels whose programs own keys; derived where they are missing."""
+    partial = (table.q_num_blocks, table.q_indices)
+    if partial[0] is None or partial[1] is None:
+        partial = _transposed(table.kv_num_blocks, table.kv_indices, table.num_q_blocks, table.num_kv_blocks)
+    lists = {"q_num_blocks": partial[0], "q_indices": partial[1]}
+    if table.full_kv_num_blocks is None or table.full_kv_indices is None:
+        return lists
+    full = (table.full_q_num_blocks, table.full_q_indices)
+    if full[0] is None or full[1] is None:
+        full = _transposed(table.full_kv_num_blocks, table.full_kv_indices, table.num_q_blocks, table.num_kv_blocks)
+    return lists | {"full_q_num_blocks": full[0], "full_q_indices": full[1]}
+
+
+def _transposed(
+    counts: torch.Tensor, indices: torch.Tensor, rows: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn lists by rows [B, H, rows(, width)] into lists by columns, without waiting for the device."""
+    counts, indices = counts[:, :, :rows], indices[:, :, :rows]
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    dense = counts.new_zeros((*counts.shape, columns + 1))
+    dense.scatter_(-1, torch.where(listed, indices, columns).long(), 1)  # unused entries go to an extra column
+    by_column = dense[..., :columns].transpose(-1, -2)
+    order = torch.argsort(by_column, dim=-1, descending=True, stable=True)
+    return by_column.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()

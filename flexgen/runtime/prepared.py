@@ -39,6 +39,7 @@ class Prepared:
         request: TableRequest | None = None,
     ) -> None:
         self.request = request
+        self.basis: Any = None  # makes what the backward needs to know; set by whoever prepares
         args = kernel.args
         self._outputs = outputs
         self._execute = kernel.execute

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from flexgen.ir.graph import Graph, Mods
-from flexgen.runtime.derived_table import DerivedTable, MaskValues, is_capturing, refuse_capture
-from flexgen.runtime.table_kernels import TableInputs, TableKernels
+from flexgen.runtime.derived_table import DerivedTable, MaskValues, TableSizes, is_capturing, refuse_capture
+from flexgen.runtime.describe import Launch
+from flexgen.runtime.table_kernels import TableKernels
 
 MAX_TABLES = 4  # kept; the least recently used go first
 MAX_BLOCKS = (48 << 20) // 4  # listed by one implicit table, 4 bytes each; rows beyond that visit every block
@@ -48,34 +50,40 @@ class Values:
     scalars: Sequence[int | float]
 
 
-@dataclass(frozen=True, slots=True)
 class TableRequest:
-    """The table that calls of one form need; captured values come with each call."""
+    """The table that calls of one form need; captured values come with each call.
 
-    kernels: TableKernels
-    batch: int
-    heads: int
-    q_len: int
-    kv_len: int
-    device: torch.device
-    places: MaskPlaces
+    Args:
+        launch: a launch of that form.
+        places: what the mask reads.
+    """
+
+    def __init__(self, kernels: TableKernels, launch: Launch, places: MaskPlaces) -> None:
+        self.kernels, self.places = kernels, places
+        device_of = {"query": torch.empty(0, device=launch.device)}  # the query itself would be kept alive
+        self._launch = dataclasses.replace(launch, tensors=device_of, table={}, buffers={}, scalars={})
+        self.extents = (launch.batch, launch.q_heads, launch.q_len, launch.kv_len, launch.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._launch.device
 
     def read(self, values: Values) -> tuple[list[torch.Tensor], list[int | float]]:
         """Return the tensors, as the mods hold them, and the numbers that the mask reads."""
         tensors = [values.given[place] for _, place in self.places.buffers]
         return tensors, [values.scalars[place] for _, place in self.places.scalars]
 
-    def inputs(self, values: Values) -> TableInputs:
-        return TableInputs(
-            batch=self.batch,
-            heads=self.heads,
-            q_len=self.q_len,
-            kv_len=self.kv_len,
-            device=self.device,
-            buffers={name: values.placed[place] for name, place in self.places.buffers},
-            scalars={name: values.scalars[place] for name, place in self.places.scalars},
-            values=MaskValues(*self.read(values)),
-        )
+    def build(self, values: Values, max_blocks: int | None) -> DerivedTable:
+        """Derive the table; see TableKernels.build."""
+        buffers = {name: values.placed[place] for name, place in self.places.buffers}
+        scalars = {name: values.scalars[place] for name, place in self.places.scalars}
+        launch = dataclasses.replace(self._launch, buffers=buffers, scalars=scalars)
+        return self.kernels.build(launch, MaskValues(*self.read(values)), max_blocks)
+
+    def count(self) -> int:
+        """Return how many blocks there are to list."""
+        plan = self.kernels.plan
+        return TableSizes.of(plan.rule.axes, self._launch).count(plan.form)
 
 
 class TableCache:
@@ -94,8 +102,7 @@ class TableCache:
             UnsupportedProblemError: it would have to be derived while a CUDA graph is captured.
         """
         tensors, scalars = request.read(values)
-        extents = (request.batch, request.heads, request.q_len, request.kv_len, request.device)
-        key = (id(request.kernels), extents, tuple(map(id, tensors)), tuple(scalars))
+        key = (id(request.kernels), request.extents, tuple(map(id, tensors)), tuple(scalars))
         with self._lock:
             found = self._tables.get(key)
             if found is None or not found.values.can_tell or not found.values.still_hold(tensors, scalars):
@@ -109,8 +116,7 @@ class TableCache:
     def _build(self, request: TableRequest, values: Values) -> DerivedTable:
         refuse_capture(request.device)
         self.built += 1
-        inputs = request.inputs(values)
-        return request.kernels.build(inputs, min(MAX_BLOCKS, request.kernels.all_blocks(inputs)))
+        return request.build(values, min(MAX_BLOCKS, request.count()))
 
     def _keep(self, key: Hashable, table: DerivedTable) -> None:
         self._tables[key] = table

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 from flexgen.codegen.block_table_emit import TableSource
 from flexgen.codegen.source import KernelSource, Role
-from flexgen.errors import UnsupportedProblemError
 from flexgen.ir.graph import Axis
 from flexgen.lowering.table_plan import TablePlan
 from flexgen.runtime.bind import bind
-from flexgen.runtime.derived_table import DerivedTable, MaskValues, Ready, TableSizes
+from flexgen.runtime.derived_table import DerivedTable, Lists, MaskValues, Ready, TableSizes, expanded, new_lists
 from flexgen.runtime.describe import Launch
 from flexgen.runtime.kernel import executor
 
-MAX_ENTRIES = (1 << 31) - 1  # offsets into the list are int32
 _POINTED = {"*i32": torch.int32, "*i64": torch.int64, "*fp32": torch.float32, "*fp64": torch.float64}
-
-
-@dataclass(frozen=True, slots=True)
-class TableInputs:
-    """What a table is derived from.
-
-    Attributes:
-        batch, heads: of the call.
-        buffers, scalars: captured values by name.
-        values: the same, as they are remembered.
-    """
-
-    batch: int
-    heads: int
-    q_len: int
-    kv_len: int
-    device: torch.device
-    buffers: Mapping[str, torch.Tensor]
-    scalars: Mapping[str, int | float]
-    values: MaskValues
 
 
 class TableKernels:
@@ -55,133 +33,60 @@ class TableKernels:
         options = {"num_warps": plan.num_warps, "num_stages": 1}
         self._execute = {entry.entry: executor(entry, plan.target, options) for entry in entries}
 
-    def sizes(self, inputs: TableInputs) -> TableSizes:
-        """Return the extents of the table of a call."""
-        axes = self.plan.rule.axes
-        batch = inputs.batch if Axis.B in axes else min(inputs.batch, 1)
-        heads = inputs.heads if Axis.H in axes else min(inputs.heads, 1)
-        return TableSizes(batch, heads, inputs.q_len, inputs.kv_len, inputs.device)
-
-    def build(self, inputs: TableInputs, max_blocks: int | None) -> DerivedTable:
+    def build(self, launch: Launch, values: MaskValues, max_blocks: int | None) -> DerivedTable:
         """Derive a table.
 
         Args:
+            launch: the call's extents, and what the mask captured.
+            values: the captured values, to remember.
             max_blocks: how many blocks to make room for; None to wait for the device and make room for all.
 
         Raises:
             UnsupportedProblemError: the lists need 2**31 entries or more.
         """
-        sizes = self.sizes(inputs)
-        workspace = self._summarised(inputs, sizes)
-        rows, columns = self._extents(sizes)
-        shape = (sizes.batch, sizes.heads, rows)
-        for name in ("partial_counts", "full_counts"):
-            workspace[name] = torch.empty(shape, dtype=torch.int32, device=sizes.device)
+        form, sizes = self.plan.form, TableSizes.of(self.plan.rule.axes, launch)
+        rows, _ = sizes.blocks(form, self.plan.walked)
         grid = (rows, sizes.heads, sizes.batch)
-        self._run(self._source.count, grid, inputs, workspace)
-        counts = workspace["partial_counts"] + workspace["full_counts"]
-        workspace["ends"] = counts.view(-1).cumsum(0, dtype=torch.int64)
-        needed = workspace["ends"][-1] if counts.numel() else torch.zeros((), dtype=torch.int64, device=sizes.device)
+        tables = self._summarised(launch, sizes)
+        tables |= {
+            name: self._empty((sizes.batch, sizes.heads, rows), launch) for name in ("partial_counts", "full_counts")
+        }
+        self._run(self._source.count, grid, launch, tables)
+        tables["ends"] = (tables["partial_counts"] + tables["full_counts"]).view(-1).cumsum(0, dtype=torch.int64)
+        needed = tables["ends"][-1:].sum()  # 0 where there is no row
         capacity = int(needed) if max_blocks is None else max_blocks
-        lists = self._new_lists(shape, columns, capacity, sizes.device)
-        self._run(self._source.fill, grid, inputs, workspace | lists)
-        return self._table(inputs, sizes, lists, needed.clone(), capacity)
+        lists = new_lists(form, sizes, self.plan.walked, capacity, launch.device)
+        self._run(self._source.fill, grid, launch, tables | lists)
+        lists_of_call = expanded(lists, launch.batch, launch.q_heads)
+        ready = _ready(launch.device)
+        return DerivedTable(form, sizes, lists_of_call, needed, capacity, values, self.owner, ready)
 
-    def all_blocks(self, inputs: TableInputs) -> int:
-        """Return how many blocks there are for a table to list."""
-        sizes = self.sizes(inputs)
-        rows, columns = self._extents(sizes)
-        return sizes.batch * sizes.heads * rows * columns
-
-    def placeholders(self, inputs: TableInputs) -> dict[str, torch.Tensor]:
-        """Return lists of the right shapes without memory, for lowering."""
-        sizes = self.sizes(inputs)
-        rows, columns = self._extents(sizes)
-        lists = self._new_lists((sizes.batch, sizes.heads, rows), columns, 0, torch.device("meta"))
-        return self._expanded(lists, inputs)
-
-    def _extents(self, sizes: TableSizes) -> tuple[int, int]:
-        """Return how many lists there are a head, and how many blocks one may hold."""
-        q_blocks, kv_blocks = (
-            -(-sizes.q_len // self.plan.q_block_size),
-            -(-sizes.kv_len // self.plan.kv_block_size),
-        )
-        return (q_blocks, kv_blocks) if self.plan.walked is Axis.KV else (kv_blocks, q_blocks)
-
-    def _summarised(self, inputs: TableInputs, sizes: TableSizes) -> dict[str, torch.Tensor]:
+    def _summarised(self, launch: Launch, sizes: TableSizes) -> dict[str, torch.Tensor]:
         """Return the extremes of each leaf over each block of its axis."""
-        workspace: dict[str, torch.Tensor] = {}
+        tables: dict[str, torch.Tensor] = {}
         for name, source in self._source.summaries.items():
-            axis = Axis(name)
-            axes = frozenset[Axis]().union(*(leaf.node.axes for leaf in self.plan.rule.leaves_of(axis)))
-            length, size = (
-                (sizes.q_len, self.plan.q_block_size) if axis is Axis.Q else (sizes.kv_len, self.plan.kv_block_size)
-            )
-            batch = sizes.batch if Axis.B in axes else min(sizes.batch, 1)
-            heads = sizes.heads if Axis.H in axes else min(sizes.heads, 1)
-            shape = (batch, heads, -(-length // size))
+            shape = self._summary_shape(Axis(name), sizes)
             for arg in source.args:
                 if arg.role is Role.TABLE:
-                    workspace[arg.of] = torch.empty(shape, dtype=_POINTED[arg.type], device=sizes.device)
-            self._run(source, (shape[2], heads, batch), inputs, workspace)
-        return workspace
+                    tables[arg.of] = self._empty(shape, launch, _POINTED[arg.type])
+            self._run(source, (shape[2], shape[1], shape[0]), launch, tables)
+        return tables
 
-    def _new_lists(
-        self, shape: tuple[int, int, int], columns: int, capacity: int, device: torch.device
-    ) -> dict[str, torch.Tensor]:
-        """Return empty lists; kv_indices begins with every block, for rows whose own list does not fit."""
-        if columns + capacity > MAX_ENTRIES:
-            raise UnsupportedProblemError(
-                f"the block table needs {capacity} entries",
-                why="a row's list is found by a 32-bit offset",
-                fix="use larger blocks (BLOCK_M, BLOCK_N), or a mask that does not depend on batch and head",
-            )
-        axis = self.plan.walked.value
-        names = (f"{axis}_num_blocks", f"full_{axis}_num_blocks", f"{axis}_offsets")
-        lists = {name: torch.empty(shape, dtype=torch.int32, device=device) for name in names}
-        indices = torch.empty(columns + capacity, dtype=torch.int32, device=device)
-        torch.arange(columns, dtype=torch.int32, device=device, out=indices[:columns])
-        return lists | {f"{axis}_indices": indices}
-
-    def _run(
-        self, source: KernelSource, grid: tuple[int, int, int], inputs: TableInputs, tables: Mapping[str, torch.Tensor]
-    ) -> None:
-        launch = Launch(
-            batch=inputs.batch,
-            q_heads=inputs.heads,
-            kv_heads=inputs.heads,
-            q_len=inputs.q_len,
-            kv_len=inputs.kv_len,
-            tensors={},
-            scale=1.0,
-            table=tables,
-            buffers=inputs.buffers,
-            scalars=inputs.scalars,
-        )
-        if 0 not in grid:
-            self._execute[source.entry](grid, bind(source.args, launch, {}))
+    def _summary_shape(self, axis: Axis, sizes: TableSizes) -> tuple[int, int, int]:
+        axes = frozenset[Axis]().union(*(leaf.node.axes for leaf in self.plan.rule.leaves_of(axis)))
+        q_blocks, kv_blocks = sizes.blocks(self.plan.form)
+        batch = sizes.batch if Axis.B in axes else min(sizes.batch, 1)
+        heads = sizes.heads if Axis.H in axes else min(sizes.heads, 1)
+        return batch, heads, q_blocks if axis is Axis.Q else kv_blocks
 
     @staticmethod
-    def _expanded(lists: Mapping[str, torch.Tensor], inputs: TableInputs) -> dict[str, torch.Tensor]:
-        """Return the lists by row expanded to the call's batch and heads."""
-        return {
-            name: tensor if tensor.dim() == 1 else tensor.expand(inputs.batch, inputs.heads, -1)
-            for name, tensor in lists.items()
-        }
+    def _empty(shape: Sequence[int], launch: Launch, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=launch.device)
 
-    def _table(
-        self, inputs: TableInputs, sizes: TableSizes, lists: Mapping[str, torch.Tensor], needed: torch.Tensor, room: int
-    ) -> DerivedTable:
-        return DerivedTable(
-            form=self.plan.form,
-            sizes=sizes,
-            lists=self._expanded(lists, inputs),
-            needed=needed,
-            capacity=room,
-            values=inputs.values,
-            owner=self.owner,
-            ready=_ready(sizes.device),
-        )
+    def _run(self, source: KernelSource, grid: tuple[int, int, int], launch: Launch, tables: Lists) -> None:
+        if 0 not in grid:
+            bound = bind(source.args, dataclasses.replace(launch, table=tables), {})
+            self._execute[source.entry](grid, bound)
 
 
 def _ready(device: torch.device) -> Ready | None:

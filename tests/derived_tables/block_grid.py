@@ -49,7 +49,9 @@ def blocks_of(rule: BlockRule, mask: Node, grid: Grid, q_size: int, kv_size: int
             ends = [chunk.all(dim, True) for chunk in chunks], [chunk.any(dim, True) for chunk in chunks]
         else:
             ends = [chunk.amin(dim, True) for chunk in chunks], [chunk.amax(dim, True) for chunk in chunks]
-        inputs |= {str(node.attr): torch.cat(end, dim) for node, end in zip((leaf.least, leaf.greatest), ends, strict=True)}
+        inputs |= {
+            str(node.attr): torch.cat(end, dim) for node, end in zip((leaf.least, leaf.greatest), ends, strict=True)
+        }
     rows, columns = -(-grid.q_len // q_size), -(-grid.kv_len // kv_size)
     shape = (grid.batches, grid.heads, rows, columns)
 

@@ -168,6 +168,16 @@ def block_table_of_odd_sizes():
     return None, causal_mask
 
 
+@kernel()
+def derived_block_table():
+    document_id = torch.zeros(1024, dtype=torch.int32)
+
+    def document_mask(b, h, q_idx, kv_idx):
+        return document_id[q_idx] == document_id[kv_idx]
+
+    return None, document_mask
+
+
 # Score mods.
 
 

@@ -16,13 +16,13 @@ LONGEST_LINE = 120
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel(case: KernelCase, golden: Callable[[str, str], None]) -> None:
-    (text,) = case.lower("sm_90").source.values()
-    golden(f"kernels/{case.name}.py", text)
+    for entry, text in case.lower("sm_90").source.items():
+        golden(f"kernels/{case.name}.py" if entry == "forward" else f"kernels/{case.name}.{entry}.py", text)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_golden_is_a_clean_module(case: KernelCase) -> None:
-    text = (FOLDER / f"{case.name}.py").read_text(encoding="utf-8")
-    compile(text, case.name, "exec")
-    assert [line for line in text.split("\n") if len(line) > LONGEST_LINE or line != line.rstrip() or "\t" in line] == []
-    assert not re.search(r"\n\n\n\n|/(tmp|home|root|work)/", text)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_golden_is_a_clean_module(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    compile(text, path.name, "exec")
+    assert [line for line in text.split("\n") if len(line) > LONGEST_LINE or line != line.rstrip()] == []
+    assert not re.search(r"\t|\n\n\n\n|/(tmp|home|root|work)/", text)

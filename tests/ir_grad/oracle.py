@@ -31,7 +31,7 @@ def wanted_buffers(graph: Graph) -> frozenset[str]:
 
 def by_autograd(graph: Graph, places: Places) -> GradValues:
     """Differentiate the evaluation of the graph."""
-    shape = sum(places.inputs.values()).shape
+    shape = torch.broadcast_shapes(*(value.shape for value in places.inputs.values()))  # type: ignore[no-untyped-call]
     score = places.inputs["score"].double().expand(shape).contiguous().requires_grad_()
     leaves = {name: places.buffers[name].double().requires_grad_() for name in sorted(wanted_buffers(graph))}
     inputs, buffers = {**places.inputs, "score": score}, {**places.buffers, **leaves}
@@ -49,9 +49,7 @@ def by_table(graph: Graph, places: Places) -> GradValues:
     return evaluate_grad(grad, graph, places.inputs, places.buffers, places.scalars, promote_float=torch.float64)
 
 
-def assert_same_gradients(
-    graph: Graph, places: Places, *, only_finite: bool = False, tolerance: float = 1e-9
-) -> None:
+def assert_same_gradients(graph: Graph, places: Places, *, only_finite: bool = False, tolerance: float = 1e-9) -> None:
     """Compare the two; with `only_finite`, where autograd gives no NaN or infinity."""
     expected, actual = by_autograd(graph, places), by_table(graph, places)
     _assert_same(actual.dscore.expand(expected.dscore.shape), expected.dscore, only_finite, tolerance)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from flexgen.lowered import Lowered
+from flexgen.lowering.facts import Tier
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.runtime.build import Binary
+from flexgen.runtime.build import Binary, compile_entry
+from flexgen.runtime.kernel import module_of
 
 # The matrix instruction of a target in its assembly, and the rows of a tile from which Triton uses it.
 MATRIX_INSTRUCTIONS = {
@@ -22,10 +24,28 @@ def compiled(lowered: Lowered) -> Binary:
     """Compile for the plan's target, and check what holds for every kernel."""
     binary = lowered.binary()
     plan = lowered.plan
-    assert binary.shared_bytes <= plan.shared_bytes <= plan.target.shared_bytes
+    assert binary.shared_bytes <= plan.shared_bytes, f"{tile_text(plan)}: the plan's bound is too low"
+    assert plan.shared_bytes <= plan.target.shared_bytes
     instruction = matrix_instruction(plan)
-    assert instruction is None or instruction in assembly(binary)
+    if instruction and lowered.understood.facts.tier is not Tier.ALL_FALSE:
+        assert instruction in assembly(binary), f"{tile_text(plan)}: no {instruction}"
     return binary
+
+
+def compile_table(lowered: Lowered) -> list[Binary]:
+    """Compile the kernels that derive the block table; none where the forward kernel walks no derived table."""
+    if lowered.table is None:
+        return []
+    source, plan = lowered.table.source, lowered.table.plan
+    entries = (*source.summaries.values(), source.count, source.fill)
+    return [
+        compile_entry(module_of(entry), entry.entry, entry.args, plan.target, num_warps=plan.num_warps, num_stages=1)
+        for entry in entries
+    ]
+
+
+def tile_text(plan: ForwardPlan) -> str:
+    return f"BLOCK_M={plan.BLOCK_M} BLOCK_N={plan.BLOCK_N} num_warps={plan.num_warps} num_stages={plan.num_stages}"
 
 
 def matrix_instruction(plan: ForwardPlan) -> str | None:

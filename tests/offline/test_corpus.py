@@ -11,7 +11,7 @@ import flexgen
 from tests.corpus.case import Case, Shape
 from tests.corpus.masks import MASKS
 from tests.corpus.scores import SCORES
-from tests.offline.facts import compiled
+from tests.offline.facts import compile_table, compiled
 
 SHAPE = Shape(B=2, Hq=4, Hkv=2, Lq=200, Lk=200)  # no multiple of a tile, so that every load is masked
 HEAD_DIM = 64
@@ -40,7 +40,9 @@ def compile_pair(mask: Case | None, score: Case | None, target: str) -> None:
     attention = flexgen.compile(score_mod, mask_mod, SMALL_TILE)
     query = torch.empty(SHAPE.B, SHAPE.Hq, SHAPE.Lq, HEAD_DIM, dtype=torch.bfloat16, device="meta")
     key = query[:, : SHAPE.Hkv]
-    compiled(attention.lower(query, key, key, target=target))
+    lowered = attention.lower(query, key, key, target=target)
+    compiled(lowered)
+    compile_table(lowered)
 
 
 def test_the_shape_fits_every_case() -> None:

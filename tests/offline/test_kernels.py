@@ -8,7 +8,7 @@ import torch
 from flexgen.lowering.targets import TARGETS
 from flexgen.runtime.resources import measure
 from tests.goldens.kernels import CASES, KernelCase
-from tests.offline.facts import compiled
+from tests.offline.facts import compile_table, compiled
 
 MAIN = ("sm_80", "sm_90", "sm_100", "gfx942")
 OTHERS = ("sm_86", "sm_89", "sm_120", "gfx90a", "gfx950")
@@ -40,11 +40,20 @@ def check(case: KernelCase, target: str) -> None:
         assert resources.spill_stores == resources.spill_loads == resources.local_memory_instructions == 0
 
 
+@pytest.mark.parametrize("target", MAIN)
+def test_kernels_of_a_derived_table_use_no_local_memory(target: str) -> None:
+    binaries = compile_table(kernel_named("derived_block_table").lower(target))
+    assert len(binaries) == 4
+    assert all(measure(binary).local_memory_instructions == 0 for binary in binaries)
+
+
 def test_bulk_copies_use_the_copy_engine() -> None:
-    case = next(case for case in CASES if case.options.get("USE_TMA"))
-    assert measure(compiled(case.lower("sm_90"))).count("UTMALDG") > 0
+    assert measure(compiled(kernel_named("bulk_copies").lower("sm_90"))).count("UTMALDG") > 0
 
 
 def test_softcap_uses_the_tanh_instruction() -> None:
-    case = next(case for case in CASES if case.name == "softcap")
-    assert measure(compiled(case.lower("sm_90"))).count("MUFU.TANH") > 0
+    assert measure(compiled(kernel_named("softcap").lower("sm_90"))).count("MUFU.TANH") > 0
+
+
+def kernel_named(name: str) -> KernelCase:
+    return next(case for case in CASES if case.name == name)

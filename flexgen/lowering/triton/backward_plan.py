@@ -72,3 +72,31 @@ class BackwardPlan:
         amd = {name: getattr(self, name) for name in ("kpack", "matrix_instr_nonkdim", "waves_per_eu")}
         given = {name: value for name, value in amd.items() if value is not None}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **given}
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaPlan:
+    """The plan of the kernel that prepares rows for the others.
+
+    Attributes:
+        BLOCK_M: rows of a program.
+        V_HEAD_DIM, V_HEAD_DIM_ROUNDED: last dimension of output and its gradient.
+        has_grad_logsumexp: the loss depends on the logsumexp.
+        dtype: of output and its gradient.
+    """
+
+    target: Target
+    BLOCK_M: int
+    V_HEAD_DIM: int
+    V_HEAD_DIM_ROUNDED: int
+    num_warps: int
+    has_grad_logsumexp: bool
+    dtype: torch.dtype
+    accumulator_dtype: torch.dtype
+    unit_stride: frozenset[str]
+    wide: frozenset[str]
+
+    @property
+    def compile_options(self) -> dict[str, int]:
+        """Return the options Triton's compiler takes besides the source."""
+        return {"num_warps": self.num_warps, "num_stages": 1}

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton import choose
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.choose import Answers, Question
 from flexgen.lowering.triton.tiles import REGISTER_BUDGET, Tile, TileShape, captured_loads
 from flexgen.options import KernelOptions
+from flexgen.problem import Guard, Problem
 
 # The options that hold a kernel's tile: Inductor's names for queries and keys of dK/dV and of dQ.
 TILE_OPTIONS = {
@@ -37,6 +39,7 @@ def choose_backward(question: Question, kernel: BackwardKernel, scatter: tuple[s
     choose.decide_backend(question, answers)
     choose.decide_head_dims(question, answers)
     choose.decide_table(question, answers)
+    answers.add("index_map", IndexMap(), "gradients of the heads of a group are summed by the program, not packed")
     _tile(question, answers, kernel)
     choose.decide_divisible(question, answers)
     _scale(question, answers)
@@ -145,3 +148,21 @@ def _scale(question: Question, answers: Answers) -> None:
     answers.add("FOLD_SCALE", *choose.fold(question, prescale=False))
     low = choose.lowest_reason(question.mods.score)
     answers.add("SUBTRACT_FIRST", low is not None, low or "scores stay far from the float32 minimum")
+
+
+def choose_delta(problem: Problem, guard: Guard, target: Target, *, has_grad_logsumexp: bool) -> DeltaPlan:
+    """Decide the plan of the kernel that prepares rows: it only streams, so its tile matters little."""
+    rounded = round_up_to_power_of_two(problem.v_head_dim)
+    rows = 128 if target.backend == "interpret" else max(16, 8192 // rounded)
+    return DeltaPlan(
+        target=target,
+        BLOCK_M=min(128, rows),
+        V_HEAD_DIM=problem.v_head_dim,
+        V_HEAD_DIM_ROUNDED=rounded,
+        num_warps=4,
+        has_grad_logsumexp=has_grad_logsumexp,
+        dtype=problem.query_dtype,
+        accumulator_dtype=problem.accumulator_dtype,
+        unit_stride=problem.unit_stride,
+        wide=guard.wide,
+    )

@@ -49,13 +49,11 @@ def choose_table(
 def table_form(problem: Problem, target: Target, options: KernelOptions) -> TableForm:
     """Return the form of a derived table: a block is as the preferred tile, so that no finer list would help."""
     head_dim = round_up_to_power_of_two(max(problem.qk_head_dim, problem.v_head_dim))
-    tile, _ = preferred(problem.query_dtype, head_dim, target)
+    tile, _ = preferred(problem.query_dtype, head_dim, target, None)
     return TableForm(options.BLOCK_M or tile.BLOCK_M, options.BLOCK_N or tile.BLOCK_N, True, derived=True)
 
 
-def _refusal(
-    facts: MaskFacts, rule: BlockRule | None, guard: Guard, form: TableForm, trusted: bool
-) -> str | None:
+def _refusal(facts: MaskFacts, rule: BlockRule | None, guard: Guard, form: TableForm, trusted: bool) -> str | None:
     if facts.kv.tier not in TABLE_TIERS or rule is None:
         return f"the mask's tier is {facts.kv.tier.value}"
     if not trusted:

@@ -2,7 +2,7 @@
 
 score_mod    none: softmax of scaled products
 mask_mod     causal_mask
-tile         128 query rows x 64 keys, 4 warps, 3 stages   because: fits; guess until measured on sm_90
+tile         128 query rows x 64 keys, 4 warps, 3 stages   because: fits; measured on H200, see docs/tiles.md
 keys         the block mask's lists say which blocks are visited
 rows safe    no   because: a block table may leave rows without a block
 flags        IS_DIVISIBLE=True, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=False,

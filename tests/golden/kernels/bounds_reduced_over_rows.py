@@ -2,7 +2,7 @@
 
 score_mod    none: softmax of scaled products
 mask_mod     document_mask
-tile         128 query rows x 64 keys, 4 warps, 3 stages   because: fits; guess until measured on sm_90
+tile         128 query rows x 64 keys, 4 warps, 3 stages   because: fits; measured on H200, see docs/tiles.md
 keys         row reduced: mask is an interval in kv_idx: [offsets[document_of[q_idx]],
                  offsets[document_of[q_idx] + 1])
              [offsets[document_of[q_idx]], offsets[document_of[q_idx] + 1])

@@ -2,7 +2,8 @@
 
 score_mod    none: softmax of scaled products
 mask_mod     sink_mask
-tile         128 query rows x 64 keys, 4 warps, 3 stages   because: fits; guess until measured on sm_90
+tile         64 query rows x 64 keys, 4 warps, 3 stages   because: fits; a tile visits about 260 keys: small
+                 tiles waste fewer (measured on H200)
 keys         closed form: mask is a union of 2 intervals in kv_idx: [0, min(4, q_idx + 1)) and [q_idx - 255,
                  q_idx + 1)
              [0, min(4, q_idx + 1))
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 # Template variables; docs/options.md says what each one means.
-BLOCK_M = tl.constexpr(128)
+BLOCK_M = tl.constexpr(64)
 BLOCK_N = tl.constexpr(64)
 QK_HEAD_DIM = tl.constexpr(64)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(64)

@@ -1,4 +1,4 @@
-"""What one mod's golden is made from: a builder of the mod, whose source is shown, and the problem it is lowered for."""
+"""What one mod's golden is made from: a builder of the mod, whose source is shown, and the problem around it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,130 @@
+"""Emits the backward kernels: delta, dQ, and dK with dV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexgen.codegen.backward_text import BackwardHoles, BackwardText
+from flexgen.codegen.dialects.triton import Dialect, pointer_type, type_name
+from flexgen.codegen.emit import LOG2_E, Variable, line_map, mod_context
+from flexgen.codegen.header import backward_header, delta_header
+from flexgen.codegen.key import kernel_key
+from flexgen.codegen.mod_printer import PrintedMod, print_function, print_mod
+from flexgen.codegen.node_printer import PrintContext
+from flexgen.codegen.render import render
+from flexgen.codegen.scatter_printer import PrintedScatter, print_scatters
+from flexgen.codegen.source import Arg, KernelSource, Role
+from flexgen.codegen.wrap import wrap_long_lines
+from flexgen.ir.graph import Axis, Mods
+from flexgen.ir.origins import Origins
+from flexgen.ir.score_grad import GRAD_INPUTS, ScoreGrad
+from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHoles:
+    """What the delta template prints besides the plan."""
+
+    params: tuple[str, ...]
+    output_address: str
+    grad_output_address: str
+    accumulator: str
+    has_grad_logsumexp: bool
+
+
+def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: BackwardPlan) -> KernelSource:
+    """Return the kernel of a backward plan.
+
+    Args:
+        grad: gradients of the score mod; None where there is none.
+    """
+    context = mod_context(
+        mods, Dialect(plan.target.backend == "cuda", fast_tanh=plan.FAST_TANH), plan.wide, plan.wide_index
+    )
+    score = print_mod(mods.score, origins, context, plan.accumulator_dtype) if mods.score else None
+    mask = print_mod(mods.mask, origins, context, plan.accumulator_dtype) if mods.mask else None
+    through = _print_grad(grad, context, plan) if grad else None
+    walked = Axis.KV if plan.kernel is BackwardKernel.DQ else Axis.Q
+    wanted = [scatter for scatter in (grad.scatters if grad else ()) if scatter.buffer in plan.scatter]
+    here = [scatter for scatter in wanted if kernel_of(scatter.axes) is plan.kernel]
+    scatters = print_scatters(grad, here, walked, context, plan.accumulator_dtype) if grad else ()
+    holes = BackwardText(plan, score, mask, through, scatters, context).holes()
+    printed = [mod for mod in (score, mask, through) if mod is not None]
+    text = wrap_long_lines(
+        render(
+            f"triton/{plan.kernel.value}.py.jinja",
+            header=backward_header(mods, plan),
+            plan=plan,
+            holes=holes,
+            variables=_variables(plan, holes),
+            functions=_functions(printed, scatters, holes),
+            libdevice=any(mod.libdevice for mod in printed) or any(scatter.libdevice for scatter in scatters),
+        )
+    )
+    return KernelSource(text, plan.kernel.value, holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
+
+
+def kernel_of(axes: frozenset[Axis]) -> BackwardKernel:
+    """Return the kernel that accumulates a gradient whose element depends on these axes.
+
+    Where it depends on the key but not on the query, dK/dV sums over queries before it writes; else dQ does.
+    """
+    return BackwardKernel.DKDV if Axis.KV in axes and Axis.Q not in axes else BackwardKernel.DQ
+
+
+def _print_grad(grad: ScoreGrad, context: PrintContext, plan: BackwardPlan) -> PrintedMod | None:
+    if grad.is_identity:
+        return None
+    doc = "The gradient of each raw score, from that of what score_mod returned."
+    return print_function("score_grad", doc, GRAD_INPUTS, grad.dscore, grad.origins, context, plan.accumulator_dtype)
+
+
+def _functions(printed: list[PrintedMod], scatters: tuple[PrintedScatter, ...], holes: BackwardHoles) -> list[str]:
+    prelude = dict.fromkeys(name for part in (*printed, *scatters) for name in part.prelude)
+    prelude |= dict.fromkeys(holes.prelude)
+    texts = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
+    return texts + ["\n".join(line.text for line in part.lines) for part in (*printed, *scatters)]
+
+
+def _variables(plan: BackwardPlan, holes: BackwardHoles) -> list[Variable]:
+    names = ["BLOCK_M", "BLOCK_N", "QK_HEAD_DIM", "QK_HEAD_DIM_ROUNDED", "V_HEAD_DIM", "V_HEAD_DIM_ROUNDED"]
+    names += ["GQA_SHARED_HEADS"]
+    names += ["SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE"] if holes.table else []
+    variables = [Variable(name, str(getattr(plan, name))) for name in names]
+    if plan.SM_SCALE is not None:
+        variables.append(Variable("SM_SCALE", repr(plan.SM_SCALE)))
+        if plan.FOLD_SCALE:
+            variables.append(Variable("SCALE_LOG2_E", repr(plan.SM_SCALE * LOG2_E), "SM_SCALE * log2(e)"))
+    return [*variables, Variable("LOG2_E", repr(LOG2_E), "weights are computed in base 2")]
+
+
+def emit_delta(plan: DeltaPlan) -> KernelSource:
+    """Return the kernel that prepares the rows for the backward kernels."""
+    accumulator, dtype = plan.accumulator_dtype, plan.dtype
+    tensors = {"output": dtype, "grad_output": dtype, "logsumexp": accumulator}
+    tensors |= {"grad_logsumexp": accumulator} if plan.has_grad_logsumexp else {}
+    tensors |= {"delta": accumulator, "row_shift": accumulator}
+    args = [Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(kind), True) for name, kind in tensors.items()]
+    strided = ["output", "grad_output", *["grad_logsumexp"] * plan.has_grad_logsumexp]
+    for name in strided:
+        row = "i64" if name in plan.wide else "i32"
+        for dim, (axis, width) in enumerate((("b", "i64"), ("h", "i64"), ("q", row))):
+            args.append(Arg(f"{name}_stride_{axis}", Role.TENSOR_STRIDE, name, dim, width, True))
+    if "grad_output" not in plan.unit_stride:
+        args.append(Arg("grad_output_stride_d", Role.TENSOR_STRIDE, "grad_output", 3, "i32", True))
+    args += [Arg(name, Role.LENGTH, name, None, "i32", False) for name in ("Q_LEN", "Q_HEADS")]
+    holes = DeltaHoles(
+        params=tuple(arg.name for arg in args),
+        output_address=_row_address("output", plan, unit=True),
+        grad_output_address=_row_address("grad_output", plan, unit="grad_output" in plan.unit_stride),
+        accumulator=type_name(accumulator),
+        has_grad_logsumexp=plan.has_grad_logsumexp,
+    )
+    text = wrap_long_lines(render("triton/backward_delta.py.jinja", header=delta_header(plan), plan=plan, holes=holes))
+    return KernelSource(text, "backward_delta", tuple(args), (), kernel_key(Mods(), Origins(), plan))
+
+
+def _row_address(tensor: str, plan: DeltaPlan, *, unit: bool) -> str:
+    row = "row[:, None].to(tl.int64)" if tensor in plan.wide else "row[:, None]"
+    along = "v_dim[None, :]" if unit else f"v_dim[None, :] * {tensor}_stride_d"
+    return f"{tensor}_ptr + {row} * {tensor}_stride_q + {along}"

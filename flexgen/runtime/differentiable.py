@@ -1,0 +1,89 @@
+"""The autograd function around a forward launch: it saves what the backward kernels need, and calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from flexgen.errors import UnsupportedProblemError
+
+Outputs = dict[str, torch.Tensor]
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the forward leaves for the backward; all in [B, H, L, D] order."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+    logsumexp: torch.Tensor
+    buffers: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call to be differentiated.
+
+    Attributes:
+        forward: launches the forward kernel; the outputs include `logsumexp`.
+        backward: (saved, grad of output, grad of logsumexp or None, wanted names) -> gradients by name: "query",
+            "key", "value", and "buffer <i>" for a captured tensor.
+    """
+
+    forward: Callable[[], Outputs]
+    backward: Callable[[Saved, torch.Tensor, torch.Tensor | None, frozenset[str]], Gradients]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: Step, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = step.forward()
+        ctx.step = step
+        ctx.save_for_backward(*inputs, outputs["output"], outputs["logsumexp"])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs[name] for name in ("output", "logsumexp", "max_scores") if name in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        *inputs, output, logsumexp = ctx.saved_tensors
+        if len(grads) > 2 and grads[2] is not None:
+            raise UnsupportedProblemError(
+                "the loss depends on max_scores, which flexgen does not differentiate",
+                why="a maximum over keys passes its gradient to single keys; no kernel computes that",
+                fix="use max_scores.detach(), or build the loss on the logsumexp",
+            )
+        names = _names(len(inputs))
+        needed = ctx.needs_input_grad[1:]
+        wanted = frozenset(name for name, needs in zip(names, needed, strict=True) if needs)
+        grad_output = grads[0] if grads[0] is not None else torch.zeros_like(output)
+        query, key, value, *buffers = inputs
+        saved = Saved(query, key, value, output, logsumexp, tuple(buffers))
+        found = ctx.step.backward(saved, grad_output, grads[1], wanted)
+        return (None, *(found.get(name) for name in names))
+
+
+def _names(count: int) -> list[str]:
+    return ["query", "key", "value", *(f"buffer {index}" for index in range(count - 3))]
+
+
+def grad_is_needed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether autograd wants to record a call with these inputs."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def attend(step: Step, inputs: Sequence[torch.Tensor]) -> Outputs:
+    """Run a step under autograd.
+
+    Args:
+        inputs: query, key and value in [B, H, L, D] order, then the captured tensors.
+    """
+    results = _Attend.apply(step, *inputs)  # type: ignore[no-untyped-call]
+    return dict(zip(("output", "logsumexp", "max_scores"), results, strict=False))

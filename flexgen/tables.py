@@ -1,0 +1,107 @@
+"""An Attention's block tables: which calls get one, the kernels that derive it, and its lists at each call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+
+import torch
+
+from flexgen.errors import UnsupportedProblemError
+from flexgen.ir.graph import Axis
+from flexgen.lowering.targets import Target
+from flexgen.lowering.triton.choose_table import table_form
+from flexgen.options import KernelOptions
+from flexgen.pipeline import Understood, compile_table, implicit_table
+from flexgen.problem import Guard, Problem, TableForm
+from flexgen.runtime.derived_table import DerivedTable, Lists, TableSizes, expanded, new_lists
+from flexgen.runtime.describe import Launch, scalars_are_trusted
+from flexgen.runtime.table_cache import MaskPlaces, TableCache, TableRequest, Values
+from flexgen.runtime.table_kernels import TableKernels
+
+
+class Tables:
+    """Block tables of one Attention, implicit ones kept while they hold."""
+
+    def __init__(self, options: KernelOptions) -> None:
+        self.cache = TableCache()
+        self._options = options
+        self._kernels: dict[Hashable, TableKernels] = {}
+        self._lock = threading.Lock()
+
+    def implicit(
+        self, understood: Understood, launch: Launch, problem: Problem, guard: Guard, target: Target
+    ) -> TableForm | None:
+        """Return the form of the table that a call without one derives for itself, if it does."""
+        trusted = scalars_are_trusted(launch.scalars)
+        return implicit_table(understood, problem, guard, target, self._options, trusted).form
+
+    def explicit(self, understood: Understood, launch: Launch, problem: Problem, target: Target) -> TableForm | None:
+        """Return the form of the table to make on request; None where a table would tell a kernel nothing."""
+        rule = understood.rule
+        if rule is None or rule.tells_nothing or not scalars_are_trusted(launch.scalars):
+            return None
+        return table_form(problem, target, self._options)
+
+    def request(
+        self, understood: Understood, launch: Launch, form: TableForm, guard: Guard, target: Target
+    ) -> TableRequest:
+        """Return what derives tables of a form for calls like the launch."""
+        mods = understood.mods
+        assert mods.mask is not None
+        captured = understood.captured
+        key = (id(captured), form, target.name, guard.wide, guard.wide_index)
+        with self._lock:
+            kernels = self._kernels.get(key)
+            if kernels is None or kernels.owner is not captured:
+                emitted = compile_table(understood, form, guard, target, Axis.KV)
+                kernels = self._kernels[key] = TableKernels(emitted.source, emitted.plan, captured)
+        return TableRequest(kernels, launch, MaskPlaces.of(captured.mods, mods.mask))
+
+    def lists(self, request: TableRequest | None, table: object, values: Values) -> Lists:
+        """Return the lists that a call reads, from the given table or an implicit one; none without a request."""
+        if request is None:
+            return {}
+        if not isinstance(table, DerivedTable):
+            return self.cache.current(request, values).current_lists()
+        if not table.values.still_hold(*request.read(values)):
+            raise UnsupportedProblemError(
+                "the block table was made for other values of what the mask captured",
+                why="its lists may leave out blocks that the mask now lets through",
+                fix="make it again with attention.block_table(query, key) after changing them",
+            )
+        return table.current_lists()
+
+
+def placeholder_lists(understood: Understood, launch: Launch, form: TableForm) -> Lists:
+    """Return lists of the shapes that a derived table has, without memory."""
+    assert understood.rule is not None
+    sizes = TableSizes.of(understood.rule.axes, launch)
+    return expanded(new_lists(form, sizes, Axis.KV, 0, torch.device("meta")), launch.batch, launch.q_heads)
+
+
+def check_derived(table: DerivedTable, captured: object, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Refuse a table that was made by another attention, or for other extents.
+
+    Args:
+        query, key: in [B, H, L, D] order.
+
+    Raises:
+        UnsupportedProblemError: says what differs.
+    """
+    sizes, kind = table.sizes, query.device.type
+    if table.owner is not captured:
+        raise UnsupportedProblemError(
+            "the block table was made for another mask",
+            why="it belongs to the Attention that made it, while the numbers its mask uses are unchanged",
+            fix="make it with this attention's block_table(query, key)",
+        )
+    made_for = (table.lists["kv_num_blocks"].shape[:2], sizes.q_len, sizes.kv_len)
+    if made_for != (query.shape[:2], query.shape[2], key.shape[2]) or (kind != "meta" and sizes.device != query.device):
+        batch, heads = made_for[0]
+        raise UnsupportedProblemError(
+            f"the block table was made for batch {batch}, {heads} heads, {sizes.q_len} queries and {sizes.kv_len} keys "
+            f"on {sizes.device}",
+            why=f"the call has query {tuple(query.shape)} and key {tuple(key.shape)} on {query.device}",
+            fix="make one table for each of the extents",
+        )
