@@ -38,7 +38,7 @@ from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
 from flexgen.runtime.prepared import Prepared, tensor_form
-from flexgen.runtime.table_cache import Values
+from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.tables import Tables, check_derived, placeholder_lists
 from flexgen.training import Basis, Training
 
@@ -79,6 +79,7 @@ class Attention:
         self._understood: dict[int, Understood] = {}
         self._kernels: dict[Hashable, Kernel] = {}
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._requests: OrderedDict[Hashable, TableRequest] = OrderedDict()  # of explicit tables
         self._tables = Tables(self._forward_options)
         self._training = Training(options.backward())
         self._scales: dict[float, None] = {}
@@ -223,14 +224,17 @@ class Attention:
         value = key if value is None else value
         reading = self._read(query, key, value)
         refuse_capture(query.device)
-        target = target_of(query.device)
-        call = self._describe(reading, query, key, value, None, AuxRequest(), None, False, target)
-        form = self._tables.explicit(call.understood, call.launch, replace(call.problem, table=None), target)
-        if form is None:
-            return None
-        request = self._tables.request(call.understood, call.launch, form, call.guard, target)
-        values = Values(reading.buffers, tuple(call.launch.buffers.values()), reading.scalars)
-        return request.build(values, max_blocks)
+        form = self._form(reading, query, key, value, None, AuxRequest(), None)
+        request, buffers = self._requests.get(form), reading.buffers
+        if request is None:
+            target = target_of(query.device)
+            call = self._describe(reading, query, key, value, None, AuxRequest(), None, False, target)
+            request = self._tables.explicit(call.understood, call.launch, call.problem, call.guard, target)
+            if request is None:
+                return None
+            buffers = tuple(call.launch.buffers.values())
+            self._keep(self._requests, form, request)
+        return request.build(Values(reading.buffers, buffers, reading.scalars), max_blocks)
 
     # Describing a call.
 
@@ -400,12 +404,16 @@ class Attention:
         request = self._tables.request(*parts, derived, call.guard, target) if derived else None
         prepared = Prepared(self._kernel(call), call.launch, call.outputs, (call.understood, kept), request)
         prepared.basis = _basis(call, target)
+        self._keep(self._prepared, form, prepared)
+        return prepared
+
+    def _keep(self, kept: OrderedDict[Hashable, Any], form: Hashable, value: object) -> None:
+        """Keep what was worked out for a form of call, if it has one."""
         if form is not None:
             with self._lock:
-                self._prepared[form] = prepared
-                if len(self._prepared) > MAX_PREPARED:
-                    self._prepared.popitem(last=False)
-        return prepared
+                kept[form] = value
+                if len(kept) > MAX_PREPARED:
+                    kept.popitem(last=False)
 
 
 def _basis(call: _Call, target: Target) -> Callable[[Any], Basis]:

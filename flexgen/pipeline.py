@@ -17,6 +17,7 @@ from flexgen.ir.score_grad import ScoreGrad
 from flexgen.ir.simplify import Simplified, simplify
 from flexgen.lowering.blocks import BlockRule, block_rule
 from flexgen.lowering.facts import MaskFacts, analyse_mask
+from flexgen.lowering.index_map import packs_heads
 from flexgen.lowering.schedule import backward_schedule, forward_schedule
 from flexgen.lowering.table_plan import TablePlan
 from flexgen.lowering.targets import Target
@@ -111,7 +112,7 @@ def compile_forward(
     understood: Understood, problem: Problem, guard: Guard, target: Target, options: KernelOptions, trusted: bool
 ) -> ForwardKernel:
     """Decide a forward plan and emit its kernel."""
-    packs = problem.group > 1 and guard.q_bucket == 16 and problem.table is None
+    packs = packs_heads(problem.group, guard.q_bucket, has_table=problem.table is not None)
     facts = understood.packed_facts if packs else understood.facts
     refusal = "" if problem.table else _why_no_table(understood, problem, guard, target, options, trusted)
     schedule = forward_schedule(facts, table=problem.table, trusted=trusted, without_table=refusal)

@@ -58,7 +58,7 @@ class Problem:
         return torch.float64 if self.query_dtype == torch.float64 else torch.float32
 
 
-LENGTH_BUCKETS = (16, 32, 64, 128)
+LENGTH_BUCKETS = (1, 4, 16, 32, 64, 128)
 DIVISOR = 128  # one divisibility class only: a decode loop then needs at most two kernels
 INDEX_LIMIT = 1 << 29  # below this, sums of a few indices and a buffer's size fit 32 bits
 SIZE_LIMIT = 1 << 30  # sizes of buffers that are addressed with 32 bits

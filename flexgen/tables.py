@@ -36,12 +36,14 @@ class Tables:
         trusted = scalars_are_trusted(launch.scalars)
         return implicit_table(understood, problem, guard, target, self._options, trusted).form
 
-    def explicit(self, understood: Understood, launch: Launch, problem: Problem, target: Target) -> TableForm | None:
-        """Return the form of the table to make on request; None where a table would tell a kernel nothing."""
+    def explicit(
+        self, understood: Understood, launch: Launch, problem: Problem, guard: Guard, target: Target
+    ) -> TableRequest | None:
+        """Return what makes a table on request; None where a table would tell a kernel nothing."""
         rule = understood.rule
         if rule is None or rule.tells_nothing or not scalars_are_trusted(launch.scalars):
             return None
-        return table_form(problem, target, self._options)
+        return self.request(understood, launch, table_form(problem, target, self._options), guard, target)
 
     def request(
         self, understood: Understood, launch: Launch, form: TableForm, guard: Guard, target: Target

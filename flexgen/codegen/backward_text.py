@@ -218,7 +218,8 @@ class BackwardText:
         names = ("b", "h", "q_idx", "kv_idx", "Q_LEN", "KV_LEN", *corners)
         inputs = {**{name: name for name in names}, "h_lo": "h", "h_hi": "h"}
         axis = WalkedAxis(*(("KV_LEN", "BLOCK_N") if self.is_dq else ("Q_LEN", "BLOCK_M")), "", self.own.exists)
-        printed = RangesPrinter(context, inputs, axis).print(self.plan.schedule)
+        masked = self.mask is not None or not self.plan.IS_DIVISIBLE
+        printed = RangesPrinter(context, inputs, axis).print(self.plan.schedule, full=masked)
         used = set(re.findall(r"\w+", " ".join(line for line in printed.lines if line[0] != "#")))
         lines = tuple(f"{name} = {text}" for name, text in corners.items() if name in used)
         return PrintedRanges(lines + printed.lines, printed.names, printed.args, printed.prelude)

@@ -72,8 +72,15 @@ class RangesPrinter:
         self._context = context
         self._axis = axis
         self._lines: list[str] = []
+        self._full = True
 
-    def print(self, schedule: Schedule) -> PrintedRanges:
+    def print(self, schedule: Schedule, *, full: bool) -> PrintedRanges:
+        """Print the segments' ranges.
+
+        Args:
+            full: the kernel tells tiles that need a check from those that do not.
+        """
+        self._full = full
         many = len(schedule.segments) > 1
         names = tuple(
             self._segment(segment, f"_{number}" if many else "") for number, segment in enumerate(schedule.segments)
@@ -90,7 +97,7 @@ class RangesPrinter:
         self._assign(lo, self._tile(self._physical(segment.visit_lo), round_up=False))
         self._assign(hi, self._tile(self._physical(segment.visit_hi), round_up=True))
         full_lo, full_hi = f"full_lo{suffix}", f"full_hi{suffix}"
-        if segment.full_lo is None or segment.full_hi is None:
+        if not self._full or segment.full_lo is None or segment.full_hi is None:
             return self._without_full(SegmentNames(lo, hi, full_lo, full_hi, True), alone=not suffix)
         left_edge = bool(suffix) or segment.full_lo != segment.visit_lo or not _is_zero(segment.visit_lo)
         if left_edge:
@@ -102,7 +109,7 @@ class RangesPrinter:
 
     def _without_full(self, names: SegmentNames, *, alone: bool) -> SegmentNames:
         """Leave the full range away, or make it empty where other segments have one."""
-        if alone:
+        if alone or not self._full:
             return SegmentNames(names.lo, names.hi, None, None, True)
         self._assign(str(names.full_lo), names.lo)
         self._assign(str(names.full_hi), names.lo)

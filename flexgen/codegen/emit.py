@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from flexgen.codegen.dialects.triton import Dialect
@@ -45,18 +46,25 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
     prelude = dict.fromkeys(name for mod in printed for name in mod.prelude) | dict.fromkeys(holes.prelude)
     functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
     functions += ["\n".join(line.text for line in mod.lines) for mod in printed]
-    text = wrap_long_lines(
-        render(
-            "triton/forward.py.jinja",
-            header=header(mods, plan),
-            plan=plan,
-            holes=holes,
-            variables=_variables(plan, holes),
-            functions=functions,
-            libdevice=any(mod.libdevice for mod in printed),
-        )
+    text = render_kernel(
+        "triton/forward.py.jinja",
+        header=header(mods, plan),
+        plan=plan,
+        holes=holes,
+        variables=_variables(plan, holes),
+        functions=functions,
+        libdevice=any(mod.libdevice for mod in printed),
     )
     return KernelSource(text, "forward", holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
+
+
+def render_kernel(template: str, *, variables: list[Variable], **holes: object) -> str:
+    """Render a kernel's module, leaving out template variables that its text does not read, and break long lines."""
+    text = render(template, variables=variables, **holes)
+    unread = [variable for variable in variables if len(re.findall(rf"\b{variable.name}\b", text)) == 1]
+    lines = {f"{variable.name} = tl.constexpr(" for variable in unread}
+    kept = (line for line in text.split("\n") if not any(line.startswith(start) for start in lines))
+    return wrap_long_lines("\n".join(kept))
 
 
 def print_context(mods: Mods, plan: ForwardPlan) -> PrintContext:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from flexgen.codegen.backward_text import BackwardHoles, BackwardText
 from flexgen.codegen.dialects.triton import Dialect, pointer_type, type_name
-from flexgen.codegen.emit import LOG2_E, Variable, line_map, mod_context
+from flexgen.codegen.emit import LOG2_E, Variable, line_map, mod_context, render_kernel
 from flexgen.codegen.header import backward_header, delta_header
 from flexgen.codegen.key import kernel_key
-from flexgen.codegen.mod_printer import PrintedMod, print_function, print_mod
+from flexgen.codegen.mod_printer import PrintedLine, PrintedMod, print_function, print_mod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.render import render
-from flexgen.codegen.scatter_printer import PrintedScatter, print_scatters
+from flexgen.codegen.scatter_printer import print_scatters
 from flexgen.codegen.source import Arg, KernelSource, Role
 from flexgen.codegen.wrap import wrap_long_lines
 from flexgen.ir.graph import Axis, Mods
@@ -50,16 +52,14 @@ def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: Ba
     scatters = print_scatters(grad, here, walked, context, plan.accumulator_dtype) if grad else ()
     holes = BackwardText(plan, score, mask, through, scatters, context).holes()
     printed = [mod for mod in (score, mask, through) if mod is not None]
-    text = wrap_long_lines(
-        render(
-            f"triton/{plan.kernel.value}.py.jinja",
-            header=backward_header(mods, plan),
-            plan=plan,
-            holes=holes,
-            variables=_variables(plan, holes),
-            functions=_functions(printed, scatters, holes),
-            libdevice=any(mod.libdevice for mod in printed) or any(scatter.libdevice for scatter in scatters),
-        )
+    text = render_kernel(
+        f"triton/{plan.kernel.value}.py.jinja",
+        header=backward_header(mods, plan),
+        plan=plan,
+        holes=holes,
+        variables=_variables(plan, holes),
+        functions=_functions([*printed, *scatters], holes),
+        libdevice=any(mod.libdevice for mod in printed) or any(scatter.libdevice for scatter in scatters),
     )
     return KernelSource(text, plan.kernel.value, holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
 
@@ -79,11 +79,19 @@ def _print_grad(grad: ScoreGrad, context: PrintContext, plan: BackwardPlan) -> P
     return print_function("score_grad", doc, GRAD_INPUTS, grad.dscore, grad.origins, context, plan.accumulator_dtype)
 
 
-def _functions(printed: list[PrintedMod], scatters: tuple[PrintedScatter, ...], holes: BackwardHoles) -> list[str]:
-    prelude = dict.fromkeys(name for part in (*printed, *scatters) for name in part.prelude)
-    prelude |= dict.fromkeys(holes.prelude)
+class _Printed(Protocol):
+    """Whatever was printed as device functions."""
+
+    @property
+    def lines(self) -> tuple[PrintedLine, ...]: ...
+    @property
+    def prelude(self) -> tuple[str, ...]: ...
+
+
+def _functions(parts: Sequence[_Printed], holes: BackwardHoles) -> list[str]:
+    prelude = dict.fromkeys(name for part in parts for name in part.prelude) | dict.fromkeys(holes.prelude)
     texts = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
-    return texts + ["\n".join(line.text for line in part.lines) for part in (*printed, *scatters)]
+    return texts + ["\n".join(line.text for line in part.lines) for part in parts]
 
 
 def _variables(plan: BackwardPlan, holes: BackwardHoles) -> list[Variable]:

@@ -178,7 +178,8 @@ class ForwardText:
         }
         exists = "row_exists" if self.rows_masked else ""
         axis = WalkedAxis("KV_LEN", "BLOCK_N", "KV_OFFSET" if offset else "", exists)
-        printed = RangesPrinter(context, inputs, axis).print(self.plan.schedule)
+        masked = self.mask is not None or not self.plan.IS_DIVISIBLE
+        printed = RangesPrinter(context, inputs, axis).print(self.plan.schedule, full=masked)
         used = " ".join(line for line in printed.lines if not line.startswith("#"))
         corners = {"q_lo": lo, "q_hi": hi, "h_lo": "kv_head * GQA_SHARED_HEADS", "h_hi": "h_lo + GQA_SHARED_HEADS - 1"}
         needed = [name for name in corners if _mentions(used, name)]

@@ -84,7 +84,8 @@ def _tile(plan: ForwardPlan) -> str:
 
 
 def _keys(schedule: Schedule) -> str:
-    return "\n".join([schedule.because, *(segment.because for segment in schedule.segments)])
+    known = [segment.because for segment in schedule.segments if segment.because not in schedule.because]
+    return "\n".join([schedule.because, *known])
 
 
 def _yes(value: bool, because: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PACKED_QUERIES = 16  # up to this many queries, one head alone leaves a tile's rows unused
+
 
 @dataclass(frozen=True, slots=True)
 class IndexMap:
@@ -23,3 +25,8 @@ class IndexMap:
     @property
     def packs(self) -> bool:
         return self.packed_heads > 1
+
+
+def packs_heads(group: int, q_bucket: int, *, has_table: bool) -> bool:
+    """Whether a tile holds the heads of a group: few queries, and one walk over keys for all of them."""
+    return group > 1 and 0 < q_bucket <= PACKED_QUERIES and not has_table

@@ -55,7 +55,7 @@ class TableSizes:
 def new_lists(
     form: TableForm, sizes: TableSizes, walked: Axis, capacity: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return empty lists; the indices begin with every block, for rows whose own list does not fit.
+    """Return lists to be filled; the indices begin with room for every block, for rows whose own list does not fit.
 
     Raises:
         UnsupportedProblemError: 2**31 entries or more.
@@ -71,7 +71,6 @@ def new_lists(
     names = (f"{axis}_num_blocks", f"full_{axis}_num_blocks", f"{axis}_offsets")
     lists = {name: torch.empty(shape, dtype=torch.int32, device=device) for name in names}
     indices = torch.empty(columns + capacity, dtype=torch.int32, device=device)
-    torch.arange(columns, dtype=torch.int32, device=device, out=indices[:columns])
     return lists | {f"{axis}_indices": indices}
 
 

@@ -61,16 +61,17 @@ def table_form(block_mask: Any) -> tuple[Hashable, ...]:
 
 def column_lists(table: BlockTable) -> dict[str, torch.Tensor]:
     """Return the lists by columns of blocks, for kernels whose programs own keys; derived where they are missing."""
-    partial = (table.q_num_blocks, table.q_indices)
-    if partial[0] is None or partial[1] is None:
-        partial = _transposed(table.kv_num_blocks, table.kv_indices, table.num_q_blocks, table.num_kv_blocks)
-    lists = {"q_num_blocks": partial[0], "q_indices": partial[1]}
+    sizes = (table.num_q_blocks, table.num_kv_blocks)
+    counts, indices = table.q_num_blocks, table.q_indices
+    if counts is None or indices is None:
+        counts, indices = _transposed(table.kv_num_blocks, table.kv_indices, *sizes)
+    lists = {"q_num_blocks": counts, "q_indices": indices}
     if table.full_kv_num_blocks is None or table.full_kv_indices is None:
         return lists
-    full = (table.full_q_num_blocks, table.full_q_indices)
-    if full[0] is None or full[1] is None:
-        full = _transposed(table.full_kv_num_blocks, table.full_kv_indices, table.num_q_blocks, table.num_kv_blocks)
-    return lists | {"full_q_num_blocks": full[0], "full_q_indices": full[1]}
+    counts, indices = table.full_q_num_blocks, table.full_q_indices
+    if counts is None or indices is None:
+        counts, indices = _transposed(table.full_kv_num_blocks, table.full_kv_indices, *sizes)
+    return lists | {"full_q_num_blocks": counts, "full_q_indices": indices}
 
 
 def _transposed(

@@ -45,7 +45,7 @@ class TableKernels:
             UnsupportedProblemError: the lists need 2**31 entries or more.
         """
         form, sizes = self.plan.form, TableSizes.of(self.plan.rule.axes, launch)
-        rows, _ = sizes.blocks(form, self.plan.walked)
+        rows, columns = sizes.blocks(form, self.plan.walked)
         grid = (rows, sizes.heads, sizes.batch)
         tables = self._summarised(launch, sizes)
         tables |= {
@@ -56,6 +56,7 @@ class TableKernels:
         needed = tables["ends"][-1:].sum()  # 0 where there is no row
         capacity = int(needed) if max_blocks is None else max_blocks
         lists = new_lists(form, sizes, self.plan.walked, capacity, launch.device)
+        torch.arange(columns, out=lists[f"{self.plan.walked.value}_indices"][:columns])
         self._run(self._source.fill, grid, launch, tables | lists)
         lists_of_call = expanded(lists, launch.batch, launch.q_heads)
         ready = _ready(launch.device)

@@ -19,7 +19,7 @@ LAYERS = (
     {"lowering"},
     {"codegen"},
     {"runtime"},
-    {"api", "block_mask", "explain", "lowered", "pipeline"},
+    {"api", "attention", "aux_outputs", "block_mask", "explain", "lowered", "pipeline", "tables", "training"},
     {"integrations"},
     {"commands", "cli", "__main__"},
 )

@@ -14,7 +14,7 @@ from flexgen.ir.graph import Axis, Graph, Mods, Node
 from flexgen.lowering.decision import Decision, Rejected
 from flexgen.lowering.facts import MaskFacts
 from flexgen.lowering.host_value import host_value
-from flexgen.lowering.index_map import IndexMap
+from flexgen.lowering.index_map import IndexMap, packs_heads
 from flexgen.lowering.rounding import largest_power_of_two_divisor, round_up_to_power_of_two
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
@@ -136,19 +136,20 @@ def decide_table(question: Question, answers: Answers) -> None:
     elif asked:
         because = "asked for; the block mask's lists are checked once"
     else:
-        because = "block lists may have gaps"
+        because = "block lists may have gaps" if table else "no block list is read"
     answers.add("BLOCKS_ARE_CONTIGUOUS", bool(asked and table), because)
 
 
 def _packing(question: Question, answers: Answers) -> None:
     group, bucket = question.problem.group, question.guard.q_bucket
     has_offsets = question.problem.has_offsets
-    if question.problem.table is not None:
-        value, because = 1, "a block table may differ between the heads of a group"
-    elif group > 1 and bucket == 16:
-        value, because = group, f"at most 16 queries: the {group} heads of a group share a tile and its keys"
+    has_table = question.problem.table is not None
+    if packs_heads(group, bucket, has_table=has_table):
+        value, because = group, f"at most {bucket} queries: the {group} heads of a group share a tile and its keys"
+    elif group == 1:
+        value, because = 1, "one query head a key head"
     else:
-        value, because = 1, "enough queries of one head fill a tile" if group > 1 else "one query head a key head"
+        value, because = 1, "a block table may differ between heads" if has_table else "one head fills a tile"
     answers.add("index_map", IndexMap(value, has_offsets), because)
 
 
@@ -263,7 +264,10 @@ def decide_divisible(question: Question, answers: Answers) -> None:
         answers.add("IS_DIVISIBLE", False, "rows of packed heads are always masked")
         return
     table = question.problem.table
-    blocks_fit = table is None or (table.q_block_size % block_m == 0 and table.kv_block_size % block_n == 0)
+    blocks_fit = table is None or (
+        table.q_block_size % block_m == table.kv_block_size % block_n == 0
+        and DIVISOR % table.q_block_size == DIVISOR % table.kv_block_size == 0
+    )
     lengths_fit = guard.q_divisible and guard.kv_divisible and DIVISOR % block_m == 0 and DIVISOR % block_n == 0
     if lengths_fit and blocks_fit:
         because = f"both lengths are multiples of {DIVISOR}, which the tile divides"
@@ -332,6 +336,8 @@ def _may_drop_rows(score: Graph | None) -> bool:
 def _may_be_infinite(node: Node) -> bool:
     if node.op == "const":
         return isinstance(node.attr, float) and abs(node.attr) > EXTREME
+    if node.op == "div" and node.args[1].op == "const":
+        return node.args[1].attr == 0
     risky = ("load", "scalar", "div", "log", "log2", "log1p", "exp", "exp2", "pow", "rsqrt", "expm1")
     return node.dtype.is_floating_point and node.op in risky
 
@@ -397,8 +403,9 @@ def _fast_tanh(question: Question) -> tuple[bool, str]:
 
 
 def _outputs(question: Question, answers: Answers) -> None:
-    answers.add("OUTPUT_LOGSUMEXP", question.problem.output_logsumexp, "asked for by the call")
-    answers.add("OUTPUT_MAX", question.problem.output_max, "asked for by the call")
+    problem = question.problem
+    for name, value in (("OUTPUT_LOGSUMEXP", problem.output_logsumexp), ("OUTPUT_MAX", problem.output_max)):
+        answers.add(name, value, "the call returns it" if value else "the call does not return it")
 
 
 def decide_amd(question: Question, answers: Answers) -> None:

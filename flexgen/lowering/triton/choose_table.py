@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from flexgen.lowering.blocks import BlockRule
 from flexgen.lowering.facts import MaskFacts, Tier
+from flexgen.lowering.index_map import PACKED_QUERIES
 from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.symbols import Algebra
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.tiles import preferred
 from flexgen.options import KernelOptions
-from flexgen.problem import LENGTH_BUCKETS, Guard, Problem, TableForm
+from flexgen.problem import Guard, Problem, TableForm
 
 TABLE_TIERS = (Tier.BLOCK_TABLE, Tier.DENSE)
 NARROW_HULL = 512  # keys; a hull this wide is a handful of tiles: guess, listing them costs as much as visiting them
@@ -61,8 +62,8 @@ def _refusal(facts: MaskFacts, rule: BlockRule | None, guard: Guard, form: Table
     if rule.tells_nothing:
         why = rule.unsolved[0].why if rule.unsolved else "no block is known to be empty or full"
         return f"every block would be listed: {why}"
-    if guard.q_bucket == LENGTH_BUCKETS[0]:
-        return f"at most {LENGTH_BUCKETS[0]} queries are one row of blocks, for which a table costs more than it saves"
+    if 0 < guard.q_bucket <= PACKED_QUERIES:
+        return f"at most {PACKED_QUERIES} queries are one row of blocks, for which a table costs more than it saves"
     if 0 < guard.kv_bucket <= form.kv_block_size:
         return "all keys lie in one block"
     width = hull_width(facts)
