@@ -1,0 +1,1 @@
+"""Benchmarks: run on a GPU, results under benchmarks/results."""

@@ -114,14 +114,14 @@ def table(rows: list[dict], header: bool = True) -> str:
     return "\n".join(lines)
 
 
-def environment() -> dict[str, str]:
+def environment(module: str) -> dict[str, str]:
     return {
         "device": torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "command": "python -m benchmarks.forward " + " ".join(sys.argv[1:]),
+        "command": f"python -m benchmarks.{module} " + " ".join(sys.argv[1:]),
     }
 
 
@@ -143,7 +143,7 @@ def main() -> None:
         )
     print(table(rows))
     if args.out:
-        args.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"environment": environment("forward"), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from flexgen.ir.simplify import Simplified
+from flexgen.lowering.blocks import BlockRule
 from flexgen.lowering.decision import Decision
 from flexgen.lowering.facts import MaskFacts
 from flexgen.lowering.triton.plan import ForwardPlan
@@ -13,14 +14,21 @@ _WIDTH = 100
 _BECAUSE = 42  # the column at which reasons begin, past the longest names and usual values
 
 
-def explain(plan: ForwardPlan, facts: MaskFacts, simplified: Simplified) -> str:
-    """Return the report of a forward plan as text."""
+def explain(plan: ForwardPlan, facts: MaskFacts, simplified: Simplified, rule: BlockRule | None = None) -> str:
+    """Return the report of a forward plan as text.
+
+    Args:
+        rule: of the blocks that its table lists, where it walks a derived one.
+    """
     sections = [
         f"forward kernel for {plan.target.name}",
         "facts\n" + textwrap.indent(facts.describe(), "  "),
         "schedule\n" + textwrap.indent(_schedule(plan), "  "),
         "decisions\n" + "\n".join(line for decision in plan.decisions for line in _decision(decision)),
     ]
+    if rule is not None:
+        lines = (f"  {label:<9} {text}" for label, text in rule.describe())
+        sections.insert(3, "blocks of the table\n" + "\n".join(lines))
     if simplified.fired:
         rules = ", ".join(f"{name} x{count}" for name, count in simplified.fired)
         sections.insert(1, f"simplified by\n  {rules}")

@@ -44,7 +44,8 @@ class Lowered:
 
     def explain(self) -> str:
         """Return each decision, its value, why, and what was rejected."""
-        return explain(self.plan, self.understood.facts, self.understood.simplified)
+        rule = self.understood.rule if self.table else None
+        return explain(self.plan, self.understood.facts, self.understood.simplified, rule)
 
     @property
     def stages(self) -> list[tuple[str, str]]:

@@ -120,6 +120,12 @@ OPTION_DOCS: Mapping[str, OptionDoc] = MappingProxyType(
             "Compute tanh in score_mod with the hardware's approximation, wrong by at most 2**-11.",
             False,
         ),
+        "LONG_ROWS_FIRST": OptionDoc(
+            _FLAG,
+            "True where later queries visit more keys",
+            "Start the programs of the last queries first, so that the last programs to finish are short ones.",
+            False,
+        ),
     }
 )
 

@@ -77,6 +77,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
             "FORCE_USE_FLEX_ATTENTION",
             "USE_TMA",
             "FAST_TANH",
+            "LONG_ROWS_FIRST",
         ),
         _flag,
     ),
@@ -118,6 +119,7 @@ class KernelOptions:
     waves_per_eu: int | None = None
     FLOAT32_PRECISION: str | None = None
     FAST_TANH: bool | None = None
+    LONG_ROWS_FIRST: bool | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():

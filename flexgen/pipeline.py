@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flexgen.backends import choose_backend
 from flexgen.capture.live import Captured
 from flexgen.codegen.block_table_emit import TableSource, emit_block_table
-from flexgen.codegen.emit import emit_forward
 from flexgen.codegen.emit_backward import emit_backward, emit_delta, kernel_of
 from flexgen.codegen.source import KernelSource
 from flexgen.ir.grad import score_grad
@@ -22,7 +22,7 @@ from flexgen.lowering.schedule import backward_schedule, forward_schedule
 from flexgen.lowering.table_plan import TablePlan
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
-from flexgen.lowering.triton.choose import Question, choose_forward
+from flexgen.lowering.triton.choose import Question
 from flexgen.lowering.triton.choose_backward import choose_backward, choose_delta
 from flexgen.lowering.triton.choose_table import TABLE_TIERS, TableChoice, choose_table
 from flexgen.lowering.triton.plan import ForwardPlan
@@ -116,8 +116,8 @@ def compile_forward(
     facts = understood.packed_facts if packs else understood.facts
     refusal = "" if problem.table else _why_no_table(understood, problem, guard, target, options, trusted)
     schedule = forward_schedule(facts, table=problem.table, trusted=trusted, without_table=refusal)
-    plan = choose_forward(Question(problem, guard, target, options, understood.mods, facts, schedule))
-    return ForwardKernel(plan, emit_forward(understood.mods, understood.origins, plan))
+    chosen = choose_backend(Question(problem, guard, target, options, understood.mods, facts, schedule))
+    return ForwardKernel(chosen.plan, chosen.emit(understood.mods, understood.origins, chosen.plan))
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,8 @@ class Guard:
         q_divisible, kv_divisible: the length is a multiple of DIVISOR.
         wide: names of tensors and buffers with element offsets of 2**31 or more inside one (batch, head), or
             anywhere for a captured buffer.
-        aligned: tensors among "key" and "value" whose address and row stride are multiples of 16 bytes.
+        aligned: tensors among "query", "key" and "value" that the copy engine can address: the address and the strides
+            are multiples of 16 bytes.
         rows_safe_holds: the assumptions of the proof that every row has a live key are met.
         wide_index: a length is INDEX_LIMIT or more, so index arithmetic keeps 64 bits.
     """
@@ -83,7 +84,7 @@ class Guard:
     q_divisible: bool
     kv_divisible: bool
     wide: frozenset[str] = frozenset()
-    aligned: frozenset[str] = frozenset({"key", "value"})
+    aligned: frozenset[str] = frozenset({"query", "key", "value"})
     rows_safe_holds: bool = False
     wide_index: bool = False
 

@@ -46,17 +46,27 @@ class Tables:
         return self.request(understood, launch, table_form(problem, target, self._options), guard, target)
 
     def request(
-        self, understood: Understood, launch: Launch, form: TableForm, guard: Guard, target: Target
+        self,
+        understood: Understood,
+        launch: Launch,
+        form: TableForm,
+        guard: Guard,
+        target: Target,
+        walked: Axis = Axis.KV,
     ) -> TableRequest:
-        """Return what derives tables of a form for calls like the launch."""
+        """Return what derives tables of a form for calls like the launch.
+
+        Args:
+            walked: KV for lists of keys by blocks of queries, Q for lists of queries by blocks of keys.
+        """
         mods = understood.mods
         assert mods.mask is not None
         captured = understood.captured
-        key = (id(captured), form, target.name, guard.wide, guard.wide_index)
+        key = (id(captured), form, target.name, guard.wide, guard.wide_index, walked)
         with self._lock:
             kernels = self._kernels.get(key)
             if kernels is None or kernels.owner is not captured:
-                emitted = compile_table(understood, form, guard, target, Axis.KV)
+                emitted = compile_table(understood, form, guard, target, walked)
                 kernels = self._kernels[key] = TableKernels(emitted.source, emitted.plan, captured)
         return TableRequest(kernels, launch, MaskPlaces.of(captured.mods, mods.mask))
 
@@ -65,13 +75,14 @@ class Tables:
         if request is None:
             return {}
         if not isinstance(table, DerivedTable):
-            return self.cache.current(request, values).current_lists()
-        if not table.values.still_hold(*request.read(values)):
+            table = self.cache.current(request, values)
+        elif not table.values.still_hold(*request.read(values)):
             raise UnsupportedProblemError(
                 "the block table was made for other values of what the mask captured",
                 why="its lists may leave out blocks that the mask now lets through",
                 fix="make it again with attention.block_table(query, key) after changing them",
             )
+        self.cache.outlive_capture(table)
         return table.current_lists()
 
 

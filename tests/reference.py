@@ -98,11 +98,18 @@ def _grouped(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(group, dim=1).expand(query.shape[0], -1, -1, -1)
 
 
+def _product_in_dtype(query: Tensor, key: Tensor) -> Tensor:
+    return (query @ _grouped(key, query).transpose(-2, -1)).float()
+
+
+def _product(query: Tensor, key: Tensor) -> Tensor:
+    return _product_in_dtype(query.float(), key.float())
+
+
 def _modified_scores(
-    query: Tensor, key: Tensor, score_mod: Mod | None, live: Tensor | None, scale: float | None
+    products: Tensor, head_dim: int, score_mod: Mod | None, live: Tensor | None, scale: float | None
 ) -> Tensor:
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = (query @ _grouped(key, query).transpose(-2, -1)) * scale
+    scores = products * (1.0 / math.sqrt(head_dim) if scale is None else scale)
     scores = scores if score_mod is None else evaluate_score(score_mod, scores)
     return scores if live is None else torch.where(live, scores, MINUS_INFINITY)
 
@@ -147,7 +154,8 @@ def dense_attention(
         block_mask: instead of mask_mod, with the meaning it has in torch's compiled kernels.
     """
     live = _live_positions(query, key, mask_mod, block_mask)
-    scores = _modified_scores(query.double(), key.double(), score_mod, live, scale)
+    products = query.double() @ _grouped(key.double(), query).transpose(-2, -1)
+    scores = _modified_scores(products, query.shape[-1], score_mod, live, scale)
     weights, lse, row_max = _softmax(scores)
     return Dense(weights @ _grouped(value.double(), query), lse, row_max)
 
@@ -161,10 +169,16 @@ def eager_attention(
     scale: float | None = None,
     *,
     block_mask: BlockMask | None = None,
+    rounded_products: bool = False,
 ) -> Tensor:
-    """Return the output as torch's eager mode computes it in the query's dtype: float32 scores, rounded weights."""
+    """Return the output as eager mode computes it in the query's dtype: float32 scores, rounded weights.
+
+    With `rounded_products`, products of queries and keys are rounded to the dtype too, as torch's flex_attention does,
+    and so are the gradients of the scores.
+    """
     live = _live_positions(query, key, mask_mod, block_mask)
-    scores = _modified_scores(query.float(), key.float(), score_mod, live, scale)
+    products = _product_in_dtype if rounded_products else _product
+    scores = _modified_scores(products(query, key), query.shape[-1], score_mod, live, scale)
     weights = _softmax(scores)[0].to(query.dtype)
     return weights @ _grouped(value.to(query.dtype), query)
 

@@ -315,6 +315,14 @@ def _log10(build: NodeBuilder, x: Node) -> Node:
     return build.binary("mul", build.node("log", x, dtype=x.dtype), const(1 / math.log(10), x.dtype))
 
 
+def _relu(build: NodeBuilder, x: Node) -> Node:
+    """Return a choice where a derivative may be taken: at 0 that of relu is 0, and that of `max`, as of clamp, is 1."""
+    zero = const(0, x.dtype)
+    if not x.dtype.is_floating_point:
+        return build.binary("max", x, zero)
+    return build.where(build.compare("le", x, zero), zero, x)
+
+
 def _is_equal_to(value: float) -> Callable[[NodeBuilder, Node], Node]:
     return lambda build, x: build.compare("eq", x, const(value, x.dtype))
 
@@ -337,7 +345,7 @@ POINTWISE: dict[str, Converter] = {
     **{"_to_copy": _cast, "convert_element_type": _cast, "to": _cast},
     "reciprocal": _built(lambda build, x: build.binary("div", const(1, x.dtype), x)),
     "square": _built(lambda build, x: build.binary("mul", x, x)),
-    "relu": _built(lambda build, x: build.binary("max", x, const(0, x.dtype))),
+    "relu": _built(_relu),
     "frac": _built(lambda build, x: build.binary("sub", x, build.node("trunc", x, dtype=x.dtype))),
     "erfc": _built(lambda build, x: build.binary("sub", const(1, x.dtype), build.node("erf", x, dtype=x.dtype))),
     **{"log10": _built(_log10), "tan": _built(_tan)},

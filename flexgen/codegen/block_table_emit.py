@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen.codegen.block_table_text import BlockTableHoles, BlockTableText
+from flexgen.codegen.block_table_text import BlockTableText
 from flexgen.codegen.dialects.triton import Dialect
 from flexgen.codegen.emit import mod_context
 from flexgen.codegen.header import row
@@ -14,7 +14,6 @@ from flexgen.codegen.source import Arg, KernelSource
 from flexgen.codegen.wrap import wrap_long_lines
 from flexgen.ir.graph import Graph, Mods
 from flexgen.ir.origins import Origins
-from flexgen.lowering.expression_text import expression_text
 from flexgen.lowering.table_plan import TablePlan
 
 
@@ -65,17 +64,7 @@ def emit_block_table(mask: Graph, origins: Origins, plan: TablePlan) -> TableSou
 
 
 def _header(mask: Graph, plan: TablePlan) -> str:
-    rule = plan.rule
-    rows = [
-        ("mask_mod", mask.name),
-        ("blocks", f"{plan.q_block_size} queries x {plan.kv_block_size} keys"),
-        ("listed", f"where {expression_text(rule.may_live)}"),
-        ("full", f"where also {expression_text(rule.all_live)}"),
-    ]
-    rows += [("leaf", f"{leaf.name} = {expression_text(leaf.node)}") for leaf in rule.leaves]
-    rows += [("unsolved", f"{expression_text(part.node)}: {part.why}") for part in rule.unsolved]
-    body = "\n".join(row(label, text) for label, text in rows)
+    rows = [("mask_mod", mask.name), ("blocks", f"{plan.q_block_size} queries x {plan.kv_block_size} keys")]
+    body = "\n".join(row(label, text) for label, text in (*rows, *plan.rule.describe()))
     return f'"""Block table of a mask, for {plan.target.name}. Written by flexgen.\n\n{body}\n"""'
 
-
-__all__ = ["BlockTableHoles", "TableSource", "emit_block_table"]

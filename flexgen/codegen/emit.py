@@ -121,12 +121,13 @@ def _variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
     name = "SCALE_LOG2_E" if plan.FOLD_SCALE else "LOG2_E"
     comment = "SM_SCALE * log2(e)" if plan.FOLD_SCALE else "weights are computed in base 2"
     numbers.append(Variable(name, repr(multiplier), comment))
-    numbers.append(_floor(plan, multiplier))
+    numbers.append(row_max_floor(plan.SUBTRACT_FIRST, multiplier))
     return numbers
 
 
-def _floor(plan: ForwardPlan, multiplier: float) -> Variable:
-    if plan.SUBTRACT_FIRST:
+def row_max_floor(subtract_first: bool, multiplier: float) -> Variable:
+    """Return what row maxima start from, where scores are multiplied by `multiplier` inside the exponential."""
+    if subtract_first:
         return Variable("ROW_MAX_FLOOR", repr(LOWEST), "the lowest float32: any finite score is at least this")
     exponent = math.floor(math.log10(-FLOOR / max(multiplier, 1.0)))
     return Variable("ROW_MAX_FLOOR", repr(-(10.0**exponent)), "below any score; finite when scaled")

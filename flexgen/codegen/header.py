@@ -20,6 +20,7 @@ FLAGS = (
     "USE_TMA",
     "USE_SUBTILING",
     "FAST_TANH",
+    "LONG_ROWS_FIRST",
     "OUTPUT_LOGSUMEXP",
     "OUTPUT_MAX",
 )

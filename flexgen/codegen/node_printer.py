@@ -210,7 +210,8 @@ class NodePrinter:
         pointer = self._arg(Arg(f"{buffer.name}_ptr", Role.BUFFER, buffer.name, None, pointer_type(buffer.dtype), True))
         address = pointer
         for dim, index in enumerate(node.args):
-            self.name_index(buffer, dim, index)
+            if buffer.strides[dim] != "0":
+                self.name_index(buffer, dim, index)
             offset = self._offset(buffer, dim, index)
             address = address if offset is None else binary("+", Precedence.ADD, address, offset)
         mask = self._in_bounds(buffer, node)
@@ -240,14 +241,24 @@ class NodePrinter:
         return binary("*", Precedence.MULTIPLY, position, stride)
 
     def _in_bounds(self, buffer: Buffer, node: Node) -> Expression | None:
-        """Return the condition under which every index lies in the buffer; None where that is proved."""
-        terms = [term for dim, index in enumerate(node.args) for term in self.bounds(buffer, dim, index)]
+        """Return the condition under which the address lies in the buffer; None where that is proved."""
+        terms = [term for dim, index in enumerate(node.args) for term in self._reach(buffer, dim, index)]
         if not terms:
             return None
         condition = terms[0]
         for term in terms[1:]:
             condition = binary("&", Precedence.AND, condition, term)
         return condition
+
+    def _reach(self, buffer: Buffer, dim: int, index: Node) -> list[Expression]:
+        """Return what has to be checked before reading: along a broadcast dimension, that it has an element at all.
+
+        An address without the index must not be masked by it, and a mask over fewer axes is cheaper.
+        """
+        terms = self.bounds(buffer, dim, index)
+        if not terms or buffer.strides[dim] != "0":
+            return terms
+        return [binary(">", Precedence.COMPARE, self._size(buffer, dim), Expression("0"))]
 
     def bounds(self, buffer: Buffer, dim: int, index: Node) -> list[Expression]:
         """Return what has to be checked of one index."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Role(enum.Enum):
     """Where the launcher takes an argument's value from."""
 
-    TENSOR = "tensor"  # pointer to query, key, value, output, logsumexp, max_scores
+    TENSOR = "tensor"  # pointer to (or the copy engine's descriptor of) query, key, value, output, logsumexp, max_scores
     TENSOR_STRIDE = "tensor stride"  # stride of such a tensor, in elements
     TABLE = "table"  # pointer to one of the block table's index tensors
     TABLE_STRIDE = "table stride"
@@ -20,7 +20,7 @@ class Role(enum.Enum):
     BUFFER_GRAD = "buffer gradient"  # pointer to the gradient of a captured tensor
     BUFFER_GRAD_STRIDE = "buffer gradient stride"
     SCALAR = "scalar"  # captured number
-    LENGTH = "length"  # Q_LEN, KV_LEN, Q_HEADS, Q_OFFSET, KV_OFFSET
+    LENGTH = "length"  # Q_LEN, KV_LEN, Q_HEADS, BATCH, Q_OFFSET, KV_OFFSET
     SCALE = "scale"
 
 

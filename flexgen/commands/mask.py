@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from flexgen.capture.live import LiveMods
 from flexgen.commands.arguments import Shape, add_file, add_problem
 from flexgen.commands.console import Console, Span, counted, wrapped
 from flexgen.commands.explain import painted
+from flexgen.commands.mask_figure import mask_figure
+from flexgen.commands.mask_plot import Format, format_of, require_matplotlib, save
+from flexgen.commands.mask_subject import MaskSubject, Place, mask_subject
 from flexgen.commands.picture import CHECKED, LEGEND, NEEDLESS, draw, shrink
 from flexgen.commands.subject import Subject, choose_target, fitting_shape, load_subject
-from flexgen.commands.tile_map import Live, Place, TileMap, Visit, map_tiles
+from flexgen.commands.tile_map import Live, TileMap, Visit, map_tiles
+from flexgen.commands.tile_map_table import TableSummary, summarise_table
 from flexgen.errors import OptionError
+from flexgen.ir.graph import Axis
 from flexgen.lowered import Lowered
+from flexgen.lowering.blocks import BlockRule
 from flexgen.lowering.bounds import Bound, SegmentBounds
 from flexgen.lowering.expression_text import expression_text
+from flexgen.lowering.facts import MaskFacts
+from flexgen.lowering.schedule import Walk
+from flexgen.lowering.triton.choose_table import TABLE_TIERS
 
 EXAMPLES = """\
   flexgen mask causal.py                         facts, ranges, tile counts and a picture
+  flexgen mask causal.py -o mask.png -o mask.svg the same, and pictures to look at or to show
   flexgen mask causal.py --shape 1,1,1,4096,4096,64,64 --set BLOCK_M=64 BLOCK_N=64
   flexgen mask prefix.py --batch 1 --head 3      where the mask depends on them"""
 
@@ -30,19 +37,50 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_problem(parser, dtype="bf16")
     parser.add_argument("--batch", type=int, default=0, metavar="B", help="which batch to picture (default: 0)")
     parser.add_argument("--head", type=int, default=0, metavar="H", help="which query head to picture (default: 0)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the tiles into a PNG file (needs matplotlib)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the tiles into an SVG file (needs matplotlib)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="draw the tiles into a .png or .svg file, whichever its name says; may be repeated",
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
+    pictures = _pictures(arguments)
     subject = load_subject(arguments)
     place = _place(arguments, subject.shape)
     lowered = subject.lower(choose_target(arguments.target, console))
-    _write_facts(subject, lowered, console)
+    facts = _facts(lowered)
+    _write_facts(subject, lowered, facts, console)
     _write_segments(lowered, console)
     if subject.shape.Lq and subject.shape.Lk:
-        tiles = _tiles(subject, lowered, place)
+        mask = mask_subject(subject, place)
+        with fitting_shape(subject.shape):
+            _write_table(mask, lowered, console)
+            tiles = map_tiles(mask, lowered.plan, lowered.understood.rule)
         _write_counts(tiles, subject.shape, place, console)
-        _write_picture(tiles, console)
+        _draw_text(tiles, console)
+        _save(pictures, _title(arguments, lowered), mask, tiles, facts, console)
+    elif pictures:
+        raise OptionError(
+            "there are no tiles to picture", why="the shape has no queries or no keys", fix="give --shape"
+        )
     return 0
+
+
+def _pictures(arguments: argparse.Namespace) -> list[tuple[Path, Format]]:
+    """Return the files to draw, before the work that would be lost if they cannot be."""
+    named: list[tuple[Path | None, Format]] = [(arguments.png, "png"), (arguments.svg, "svg")]
+    named += [(path, format_of(path)) for path in arguments.output]
+    wanted = [(path, kind) for path, kind in named if path is not None]
+    if wanted:
+        require_matplotlib()
+    return wanted
 
 
 def _place(arguments: argparse.Namespace, shape: Shape) -> Place:
@@ -52,28 +90,57 @@ def _place(arguments: argparse.Namespace, shape: Shape) -> Place:
     return Place(arguments.batch, arguments.head)
 
 
-def _tiles(subject: Subject, lowered: Lowered, place: Place) -> TileMap:
-    attention = subject.attention
-    reading = LiveMods(attention.score_mod, attention.mask_mod).current()
-    mods = reading.captured.mods
-    buffers = dict(zip((buffer.name for buffer in mods.buffers), map(_on_cpu, reading.buffers), strict=True))
-    scalars = dict(zip((scalar.name for scalar in mods.scalars), reading.scalars, strict=True))
-    with fitting_shape(subject.shape):
-        return map_tiles(attention.mask_mod, lowered.plan, subject.shape, place, buffers, scalars)
+def _facts(lowered: Lowered) -> MaskFacts:
+    packs = lowered.plan.index_map.packs
+    return lowered.understood.packed_facts if packs else lowered.understood.facts
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.device("cpu"))
-
-
-def _write_facts(subject: Subject, lowered: Lowered, console: Console) -> None:
+def _write_facts(subject: Subject, lowered: Lowered, facts: MaskFacts, console: Console) -> None:
     mask = lowered.understood.mods.mask
     console.line(Span(f"{subject.name}: {mask.name if mask else 'no mask'}", "bold"))
-    packs = lowered.plan.index_map.packs
-    facts = lowered.understood.packed_facts if packs else lowered.understood.facts
     for line in facts.describe().splitlines():
-        for part in wrapped(f"  {line}"):
-            console.line(*painted(part))
+        _write_wrapped(f"  {line}", console)
+    schedule = lowered.plan.schedule
+    if facts.tier in TABLE_TIERS and schedule.walk is not Walk.DERIVED:
+        _write_wrapped(f"  {'walk':<19}{schedule.walk.value}: {schedule.because}", console)
+
+
+def _write_wrapped(text: str, console: Console) -> None:
+    for part in wrapped(text):
+        console.line(*painted(part))
+
+
+def _write_table(mask: MaskSubject, lowered: Lowered, console: Console) -> None:
+    """Write what a block table derived on the device holds, where the kernel walks one."""
+    rule, plan = lowered.understood.rule, lowered.plan
+    if plan.schedule.walk is not Walk.DERIVED or rule is None:
+        return
+    console.line()
+    title = f"block table of {plan.SPARSE_Q_BLOCK_SIZE} queries x {plan.SPARSE_KV_BLOCK_SIZE} keys"
+    console.line(Span(f"{title}, derived on the device", "bold"))
+    for label, text in _table_rows(summarise_table(rule, plan, mask), rule):
+        _write_wrapped(f"  {label:<19}{text}", console)
+
+
+def _table_rows(table: TableSummary, rule: BlockRule) -> list[tuple[str, str]]:
+    partial = table.listed - table.full
+    axes = [name for axis, name in ((Axis.B, "batch"), (Axis.H, "query head")) if axis in rule.axes]
+    kept = f"one for each {' and '.join(axes)}" if axes else "one for every batch and query head"
+    unknown = [("not classified", f"{expression_text(part.node)}: {part.why}") for part in rule.unsolved]
+    return [
+        ("listed", f"{table.listed:,} of {counted(table.blocks, 'block')}: {table.full:,} full, {partial:,} partial"),
+        ("memory", f"{_bytes_text(table.nbytes)}, {kept}, as attention.block_table(query, key) makes it"),
+        ("", f"at most {_bytes_text(table.most_bytes)} where a call makes its own, without waiting for the size"),
+        ("empty unless", expression_text(rule.may_live)),
+        ("full if", expression_text(rule.all_live)),
+        *unknown,
+    ]
+
+
+def _bytes_text(number: int) -> str:
+    if number < 1 << 10:
+        return f"{number} bytes"
+    return f"{number / (1 << 10):.1f} KiB" if number < 1 << 20 else f"{number / (1 << 20):.1f} MiB"
 
 
 def _write_segments(lowered: Lowered, console: Console) -> None:
@@ -82,8 +149,7 @@ def _write_segments(lowered: Lowered, console: Console) -> None:
         console.line()
         console.line(Span(f"range {number} of a tile of queries q_lo to q_hi: {segment.because}", "bold"))
         for label, lo, hi in _ends(segment):
-            for part in wrapped(f"  {label:<19}[{lo}, {hi})"):
-                console.line(*painted(part))
+            _write_wrapped(f"  {label:<19}[{lo}, {hi})", console)
 
 
 def _ends(segment: SegmentBounds) -> list[tuple[str, str, str]]:
@@ -112,7 +178,7 @@ def _write_counts(tiles: TileMap, shape: Shape, place: Place, console: Console) 
         console.line(Span("  visited needlessly ", "cyan"), f"{tiles.needless:,}")
 
 
-def _write_picture(tiles: TileMap, console: Console) -> None:
+def _draw_text(tiles: TileMap, console: Console) -> None:
     side = shrink(tiles)
     console.line()
     for line in draw(tiles):
@@ -127,3 +193,24 @@ def _write_picture(tiles: TileMap, console: Console) -> None:
         else f"one character is {side} x {side} tiles; mixed ones are {CHECKED}"
     )
     console.line(Span(f"  queries go down, keys to the right; {each}", "dim"))
+
+
+def _title(arguments: argparse.Namespace, lowered: Lowered) -> str:
+    mask = lowered.understood.mods.mask
+    return f"{arguments.file.path.name}: {mask.name if mask else 'no mask'}"
+
+
+def _save(
+    pictures: list[tuple[Path, Format]],
+    title: str,
+    mask: MaskSubject,
+    tiles: TileMap,
+    facts: MaskFacts,
+    console: Console,
+) -> None:
+    if not pictures:
+        return
+    figure = mask_figure(title, mask, tiles, facts.kv)
+    for path, kind in pictures:
+        save(figure, path, kind)
+        console.note(f"wrote {path}")

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen.ir.graph import Axis, Node, input_node, make
+from flexgen.ir.graph import Axis, Node, input_node, make, topological
 from flexgen.ir.origins import Origins
 from flexgen.lowering.affine import Linear, depends, split
 from flexgen.lowering.block_floats import compare_floats, float_extremes
 from flexgen.lowering.bounds import INTEGER_RULES, Box, BoxEvaluator, Extremes
 from flexgen.lowering.intervals import Unsolved
 from flexgen.lowering.ranges import Range, dtype_range
-from flexgen.lowering.symbols import FALSE, INDEX_DTYPE, TRUE, ZERO, Algebra, is_integer, negation, number
+from flexgen.lowering.symbols import FALSE, INDEX_DTYPE, TRUE, ZERO, Algebra, conjuncts, is_integer, negation, number
 
 SIDES = frozenset({Axis.Q, Axis.KV})
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
@@ -173,6 +173,28 @@ class BlockEvaluator(BoxEvaluator):
         if node.op == "load":
             return self._looked_up(node)
         return self._condition(node)
+
+    def _junction(self, node: Node) -> Extremes | None:
+        """Of an `and`, also what its equations say of its other parts.
+
+        Where `doc[q_idx] == doc[kv_idx]`, `q_idx - start[doc[q_idx]] >= kv_idx - start[doc[kv_idx]]` is
+        `q_idx >= kv_idx`, which says more of a block that holds several documents.
+        """
+        found = super()._junction(node)
+        if node.op != "and" or found is None:
+            return found
+        parts = conjuncts(node)
+        implied = [simpler for equation in parts for part in parts if (simpler := self._implied(part, equation))]
+        ends = [end for end in map(self.of, implied) if end is not None]
+        return Extremes(found.lo, self.algebra.conjunction(found.hi, *(end.hi for end in ends)))
+
+    def _implied(self, part: Node, equation: Node) -> Node | None:
+        """What a part becomes where an equation of a query's and a key's value holds; None where no simpler."""
+        known = _equated(equation)
+        if not known or part is equation or not part.axes >= SIDES:
+            return None
+        found = self.algebra.rebuild(part, known)
+        return found if sum(1 for _ in topological(found)) < sum(1 for _ in topological(part)) else None
 
     def _exclusive(self, node: Node) -> Extremes | None:
         a, b = (self.of(arg) for arg in node.args)
@@ -335,6 +357,17 @@ def _above_leaves(root: Node) -> Iterator[Node]:
             stack.append((node, True))
             if len(node.axes & SIDES) == 2:
                 stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
+
+
+def _equated(condition: Node) -> dict[Node, Node]:
+    """Return the key's side of an equation and what it equals on the query's side; nothing of other conditions."""
+    if condition.op != "eq":
+        return {}
+    a, b = (arg.args[0] if arg.op == "cast" else arg for arg in condition.args)
+    if b.axes & SIDES == {Axis.Q}:
+        a, b = b, a
+    apart = a.axes & SIDES == {Axis.Q} and b.axes & SIDES == {Axis.KV}
+    return {b: a} if apart and a.dtype == b.dtype and is_integer(a) else {}
 
 
 def _by_sides(total: Linear) -> dict[frozenset[Axis], list[tuple[Node, int]]]:

@@ -9,6 +9,7 @@ import torch
 from flexgen.ir.graph import Axis, Graph, Node, topological
 from flexgen.ir.origins import Origins
 from flexgen.lowering.block_evaluator import BlockEvaluator, Leaf
+from flexgen.lowering.expression_text import expression_text
 from flexgen.lowering.intervals import Unsolved
 from flexgen.lowering.ranges import Range, RangeAnalysis
 from flexgen.lowering.symbols import FALSE, TRUE, Algebra, is_small
@@ -43,12 +44,17 @@ class BlockRule:
         """Whether every block would be listed as partial."""
         return self.may_live is TRUE and self.all_live is FALSE
 
+    def describe(self) -> list[tuple[str, str]]:
+        """Return the rule for people, as labelled lines."""
+        lines = [
+            ("listed", f"where {expression_text(self.may_live)}"),
+            ("full", f"where also {expression_text(self.all_live)}"),
+        ]
+        lines += [("leaf", f"{leaf.name} = {expression_text(leaf.node)}") for leaf in self.leaves]
+        return lines + [("unsolved", f"{expression_text(part.node)}: {part.why}") for part in self.unsolved]
+
     def leaves_of(self, axis: Axis) -> tuple[Leaf, ...]:
         return tuple(leaf for leaf in self.leaves if leaf.axis is axis)
-
-    def reads(self, extreme: Node) -> bool:
-        """Whether the rule uses one extreme of a leaf."""
-        return any(node is extreme for node in topological(self.may_live, self.all_live))
 
 
 def block_rule(mask: Graph, origins: Origins | None = None) -> BlockRule:

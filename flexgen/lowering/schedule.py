@@ -47,7 +47,7 @@ def forward_schedule(facts: MaskFacts, *, table: TableForm | None, trusted: bool
     """
     if table is not None and table.derived:
         sizes = f"{table.q_block_size} x {table.kv_block_size}"
-        return Schedule(Walk.DERIVED, (), True, f"table of {sizes} blocks, derived on the device: {facts.kv.because}")
+        return Schedule(Walk.DERIVED, (), True, f"{sizes} blocks, listed on the device: {facts.kv.because}")
     if table is not None:
         return Schedule(Walk.TABLE, (), True, "the block mask's lists say which blocks are visited")
     if not trusted:

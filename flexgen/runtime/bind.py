@@ -57,6 +57,7 @@ def _length(name: str, launch: Launch) -> int:
         "Q_LEN": launch.q_len,
         "KV_LEN": launch.kv_len,
         "Q_HEADS": launch.q_heads,
+        "BATCH": launch.batch,
         "Q_OFFSET": launch.q_offset,
         "KV_OFFSET": launch.kv_offset,
     }

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 from flexgen.errors import InternalError, KernelCompileError, OptionError, SourceSpan
 from flexgen.runtime.arguments import TypedArg
 from flexgen.runtime.environment import read_environment
+from flexgen.runtime.gluon_source import gluon_source
 
 
 class TargetFacts(Protocol):
@@ -113,12 +114,12 @@ def compile_entry(
     names = list(function.arg_names)
     if len(names) != len(arg_types):
         raise InternalError(f"{entry} has {len(names)} parameters, but {len(arg_types)} types were given")
-    source = ASTSource(
-        fn=function,
-        signature={name: arg.type for name, arg in zip(names, arg_types, strict=True)},
-        constexprs={},
-        attrs={(position,): [["tt.divisibility", 16]] for position in sorted(divisible)},
-    )
+    signature = {name: arg.type for name, arg in zip(names, arg_types, strict=True)}
+    attrs = {(position,): [["tt.divisibility", 16]] for position in sorted(divisible)}
+    if function.is_gluon():
+        source = gluon_source(function, signature, attrs)
+    else:
+        source = ASTSource(fn=function, signature=signature, constexprs={}, attrs=attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages, **(extra_options or {})}
     gpu_target = GPUTarget(target.backend, target.arch, target.warp_size)
     with _compiling, _located_errors(module, entry, target), _without_dumps():

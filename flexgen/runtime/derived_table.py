@@ -93,12 +93,12 @@ class MaskValues:
 
     def still_hold(self, buffers: Sequence[torch.Tensor], scalars: Sequence[int | float]) -> bool:
         """Whether nothing has changed; a tensor without a version (of inference mode) is taken not to have."""
-        if tuple(scalars) != self._scalars:
+        if scalars and tuple(scalars) != self._scalars:
             return False
-        return all(
-            kept() is tensor and tensor.data_ptr() == pointer and _version(tensor) == version
-            for (kept, pointer, version), tensor in zip(self._tensors, buffers, strict=True)
-        )
+        for (kept, pointer, version), tensor in zip(self._tensors, buffers, strict=True):
+            if kept() is not tensor or tensor.data_ptr() != pointer or _version(tensor) != version:
+                return False
+        return True
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -113,7 +113,7 @@ class Ready:
     stream: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DerivedTable:
     """Which blocks each block of queries visits, as one compact list; pass it as `block_table=`.
 

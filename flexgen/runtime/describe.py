@@ -194,7 +194,7 @@ def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
         q_divisible=launch.q_len % DIVISOR == 0,
         kv_divisible=launch.kv_len % DIVISOR == 0,
         wide=frozenset(wide),
-        aligned=frozenset(name for name in ("key", "value") if _is_aligned(launch.tensors[name])),
+        aligned=frozenset(name for name, tensor in launch.tensors.items() if _is_aligned(tensor)),
         rows_safe_holds=rows_safe.holds and all_hold(rows_safe.assumptions, _numbers(launch)),
         wide_index=length >= INDEX_LIMIT,
     )
@@ -234,6 +234,7 @@ def _is_wide(buffer: torch.Tensor) -> bool:
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the copy engine can address the rows: 16-byte rows on a 16-byte address."""
+    """Whether the copy engine can address the rows: distinct 16-byte rows on a 16-byte address."""
     strides = (tensor.stride(dim) * tensor.element_size() % 16 for dim in range(3) if tensor.shape[dim] > 1)
-    return not any(strides) and address(tensor) % 16 == 0
+    repeats = tensor.stride(2) == 0 and tensor.shape[2] > 1
+    return not any(strides) and not repeats and address(tensor) % 16 == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -21,7 +21,19 @@ from flexgen.runtime.environment import read_environment
 from flexgen.runtime.load import load_module
 
 ALIGNMENT = 16
-Plan = ForwardPlan | BackwardPlan | DeltaPlan
+
+
+@runtime_checkable
+class OwnGrid(Protocol):
+    """A plan that says itself how many programs compute a number of row tiles."""
+
+    @property
+    def BLOCK_M(self) -> int: ...
+
+    def programs(self, tiles: int, processors: int) -> int: ...
+
+
+Plan = ForwardPlan | BackwardPlan | DeltaPlan | OwnGrid
 
 
 @cache
@@ -90,6 +102,8 @@ class Kernel:
 
 def program_count(plan: Plan, launch: Launch) -> int:
     """Return how many programs a launch needs: tiles of a head times heads times batch."""
+    if isinstance(plan, OwnGrid):
+        return plan.programs(_tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads, processors(launch.device))
     match plan:
         case DeltaPlan():
             return _tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads
@@ -103,6 +117,12 @@ def program_count(plan: Plan, launch: Launch) -> int:
         return _tiles(launch.q_len * plan.GQA_SHARED_HEADS, plan.BLOCK_M) * launch.batch * launch.kv_heads
     tiles = _own_tiles(plan, launch.q_len, plan.BLOCK_M, plan.SPARSE_Q_BLOCK_SIZE)
     return tiles * launch.batch * launch.q_heads
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has; 1 for what is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _own_tiles(plan: ForwardPlan | BackwardPlan, length: int, block: int, sparse: int) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,7 @@ class TableRequest:
         self.kernels, self.places = kernels, places
         device_of = {"query": torch.empty(0, device=launch.device)}  # the query itself would be kept alive
         self._launch = dataclasses.replace(launch, tensors=device_of, table={}, buffers={}, scalars={})
+        self.latest: Callable[[], DerivedTable | None] = _none  # the table of the last call, while it is kept
         self.extents = (launch.batch, launch.q_heads, launch.q_len, launch.kv_len, launch.device)
 
     @property
@@ -86,13 +88,17 @@ class TableRequest:
         return TableSizes.of(plan.rule.axes, self._launch).count(plan.form)
 
 
+def _none() -> None:
+    return None
+
+
 class TableCache:
     """The implicit tables of one Attention. Never waits for the device; safe from several threads."""
 
     def __init__(self) -> None:
         self.built = 0  # tables derived so far
         self._tables: OrderedDict[Hashable, DerivedTable] = OrderedDict()
-        self._recorded: dict[int, DerivedTable] = {}  # read by CUDA graphs, which do not keep them alive
+        self._recorded: dict[int, DerivedTable] = {}
         self._lock = threading.Lock()
 
     def current(self, request: TableRequest, values: Values) -> DerivedTable:
@@ -102,6 +108,20 @@ class TableCache:
             UnsupportedProblemError: it would have to be derived while a CUDA graph is captured.
         """
         tensors, scalars = request.read(values)
+        found = request.latest()
+        if found is None or not found.values.can_tell or not found.values.still_hold(tensors, scalars):
+            found = self._found(request, values, tensors, scalars)
+            request.latest = weakref.ref(found)
+        return found
+
+    def outlive_capture(self, table: DerivedTable) -> None:
+        """Keep a table for good that the current call puts into a CUDA graph, which does not keep it alive."""
+        if is_capturing(table.sizes.device):
+            self._recorded[id(table)] = table
+
+    def _found(
+        self, request: TableRequest, values: Values, tensors: list[torch.Tensor], scalars: list[int | float]
+    ) -> DerivedTable:
         key = (id(request.kernels), request.extents, tuple(map(id, tensors)), tuple(scalars))
         with self._lock:
             found = self._tables.get(key)
@@ -109,8 +129,6 @@ class TableCache:
                 found = self._build(request, values)
                 self._keep(key, found)
             self._tables.move_to_end(key)
-            if is_capturing(request.device):
-                self._recorded[id(found)] = found
         return found
 
     def _build(self, request: TableRequest, values: Values) -> DerivedTable:

@@ -29,7 +29,7 @@ def test_tf32_only_on_request():
     exact = dense_attention(*inputs).out
     ieee, tf32 = (flexgen.compile(options={"FLOAT32_PRECISION": name})(*inputs) for name in ("ieee", "tf32"))
     assert torch.equal(ieee, flexgen.compile()(*inputs))
-    assert largest_error(ieee, exact) < 1e-5 < largest_error(tf32, exact) < 3e-2
+    assert largest_error(ieee, exact) < 5e-5 < largest_error(tf32, exact) < 3e-2
 
 
 @pytest.mark.gpu

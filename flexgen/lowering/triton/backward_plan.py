@@ -49,6 +49,7 @@ class BackwardPlan:
     SPARSE_KV_BLOCK_SIZE: int
     FLOAT32_PRECISION: str
     FAST_TANH: bool
+    LONG_ROWS_FIRST: bool
     FOLD_SCALE: bool
     SUBTRACT_FIRST: bool
     kpack: int | None

@@ -25,7 +25,8 @@ from flexgen.problem import DIVISOR, Guard, Problem
 
 MAX_HEAD_DIM = 512
 NOMINAL_LENGTH = 8192  # the sequence that mask ranges are measured on
-EXTREME = 1e38  # scores this low overflow when multiplied by log2(e)
+LARGEST_SAFE = 1e37  # constants up to this do not make a finite score infinite
+EXTREME = 1e8  # scores of this magnitude are off by several units when multiplied by log2(e)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Question:
     mods: Mods
     facts: MaskFacts
     schedule: Schedule
+    passed_over: tuple[Rejected, ...] = ()  # backends that do not serve this call, and why
 
 
 class Answers:
@@ -88,13 +90,14 @@ def decide_backend(question: Question, answers: Answers) -> None:
     asked = question.options.BACKEND
     if asked in ("TRITON_DECODE", "GLUON"):
         raise OptionError(
-            f"BACKEND={asked!r} is not available in this version of flexgen",
+            f"BACKEND={asked!r} is not available for this kernel",
             why="only the plain Triton backend has been built so far",
-            fix="leave BACKEND at 'AUTO' or use 'TRITON'",
+            fix="leave BACKEND at 'AUTO' or use 'TRITON'; fwd_BACKEND and bwd_BACKEND choose apart",
         )
     selecting = [n for n in ("FORCE_USE_FLEX_ATTENTION", "USE_SUBTILING", "USE_TMA") if getattr(question.options, n)]
-    because = f"selected by {', '.join(selecting)}" if selecting else "asked for" if asked else "the only backend built"
-    answers.add("BACKEND", "TRITON", because)
+    because = "asked for" if asked == "TRITON" else "it serves every call"
+    because = f"selected by {', '.join(selecting)}" if selecting else because
+    answers.add("BACKEND", "TRITON", because, question.passed_over)
     if question.problem.query_dtype == torch.float64 and question.target.backend != "interpret":
         raise UnsupportedProblemError(
             f"float64 attention is not compiled for {question.target.name}",
@@ -163,8 +166,8 @@ def _tile(question: Question, answers: Answers) -> None:
         problem.value_dtype.itemsize,
         captured_loads(question.mods),
     )
-    keys = keys_visited(question.schedule)
-    first, origin = preferred(problem.query_dtype, max(shape.qk_rounded, shape.v_rounded), question.target, keys)
+    head_dim, masked = max(shape.qk_rounded, shape.v_rounded), question.mods.mask is not None
+    first, origin = preferred(problem.query_dtype, head_dim, question.target, masked=masked)
     settle_tile(question, answers, _fit_lengths(first, question, answers), origin, shape, ForwardPhysics())
 
 
@@ -191,14 +194,8 @@ def settle_tile(
 def keys_visited(schedule: Schedule) -> int | None:
     """Return how many keys a tile of queries visits in the middle of a long sequence; None where unbounded there."""
     middle = NOMINAL_LENGTH // 2
-    names = {"q_lo": middle, "q_hi": middle, "Q_LEN": NOMINAL_LENGTH, "KV_LEN": NOMINAL_LENGTH, "b": 0, "h": 0}
-    total = 0
-    for segment in schedule.segments:
-        lo, hi = (host_value(bound.node, names) for bound in (segment.visit_lo, segment.visit_hi))
-        if lo is None or hi is None:
-            return None
-        total += int(max(0, min(hi, NOMINAL_LENGTH) - max(lo, 0)))
-    return total if schedule.segments and total < middle else None
+    total = _keys_at(schedule, middle)
+    return total if total is not None and total < middle else None
 
 
 def _fit_lengths(tile: Tile, question: Question, answers: Answers) -> Tile:
@@ -206,7 +203,7 @@ def _fit_lengths(tile: Tile, question: Question, answers: Answers) -> Tile:
     guard, table = question.guard, question.problem.table
     rows = guard.q_bucket * answers["index_map"].packed_heads if guard.q_bucket else tile.BLOCK_M
     block_m = min(tile.BLOCK_M, round_up_to_power_of_two(max(rows, 1)))
-    block_n = min(tile.BLOCK_N, guard.kv_bucket or tile.BLOCK_N)
+    block_n = min(tile.BLOCK_N, round_up_to_power_of_two(guard.kv_bucket or tile.BLOCK_N))
     if table is not None:
         block_m = dividing(block_m, table.q_block_size)
         block_n = dividing(block_n, table.kv_block_size)
@@ -223,14 +220,17 @@ def dividing(block: int, sparse: int) -> int:
 def _first_feasible(
     first: Tile, forced: dict[str, int], shape: TileShape, target: Target, physics: Physics
 ) -> tuple[Tile, tuple[Rejected, ...]]:
+    allowed = [t for t in smaller(first) if all(getattr(t, name) == value for name, value in forced.items())]
     rejected: list[Rejected] = []
-    for tile in smaller(first):
-        if any(getattr(tile, name) != value for name, value in forced.items()):
-            continue
+    for tile in allowed:
         reason = physics.infeasible(tile, shape, target)
         if reason is None:
             return tile, tuple(rejected[:4])
         rejected.append(Rejected(_tile_text(tile), reason))
+    if forced:  # what a user forces may spill registers, but must launch
+        launches = next((t for t in allowed if physics.shared_bytes(t, shape, target) <= target.shared_bytes), None)
+        if launches is not None:
+            return launches, tuple(rejected[:4])
     last = rejected[-1] if rejected else Rejected(_tile_text(first), "no smaller tile exists")
     asked = ", ".join(f"{name}={value}" for name, value in forced.items())
     raise NoFeasiblePlanError(
@@ -276,7 +276,7 @@ def decide_divisible(question: Question, answers: Answers) -> None:
     answers.add("IS_DIVISIBLE", lengths_fit and blocks_fit, because)
 
 
-def _scale(question: Question, answers: Answers) -> None:
+def decide_scale(question: Question, answers: Answers) -> None:
     scale = question.problem.scale
     answers.add("SM_SCALE", scale, "a constant" if scale is not None else "varies between calls: a run-time argument")
     prescale = bool(question.options.PRESCALE_QK)
@@ -286,8 +286,8 @@ def _scale(question: Question, answers: Answers) -> None:
         "asked for: the query is scaled once, in its own dtype" if prescale else "scaling scores keeps full precision",
     )
     answers.add("FOLD_SCALE", *fold(question, prescale))
-    low = lowest_reason(question.mods.score)
-    answers.add("SUBTRACT_FIRST", low is not None, low or "scores stay far from the float32 minimum")
+    extreme = extreme_reason(question)
+    answers.add("SUBTRACT_FIRST", extreme is not None, extreme or "scores of moderate size")
 
 
 def fold(question: Question, prescale: bool) -> tuple[bool, str]:
@@ -301,17 +301,26 @@ def fold(question: Question, prescale: bool) -> tuple[bool, str]:
     return True, "identity score_mod: one multiplier for scale and log2(e) inside the exponential"
 
 
-def lowest_reason(score: Graph | None) -> str | None:
-    """Say why scores may come near the float32 minimum, where multiplying by log2(e) overflows."""
+def extreme_reason(question: Question) -> str | None:
+    """Say why scores may be so large in magnitude that multiplying before subtracting loses them.
+
+    A fused multiply-add computes score * log2(e) exactly, but the row maximum's product is rounded: past about
+    EXTREME the difference is off by more than an exponential holds. Near the float32 minimum the product overflows.
+    """
+    score = question.mods.score
+    if question.problem.query_dtype in (torch.float32, torch.float64):
+        return "full-precision inputs: differences stay exact in scores of any magnitude"
     for node in score.nodes() if score else ():
-        if node.op == "const" and isinstance(node.attr, float) and -float("inf") < node.attr <= -EXTREME:
-            return f"score_mod uses {node.attr:.3g}, which overflows when multiplied by log2(e)"
+        if node.op == "const" and isinstance(node.attr, float) and EXTREME <= abs(node.attr) < float("inf"):
+            return f"score_mod uses {node.attr:.3g}, whose rounding would pass what an exponential holds"
         if node.op == "load" and node.dtype.is_floating_point and Axis.KV in node.axes:
             return f"{node.attr} is read for each key and may hold values near the dtype's minimum"
+        if node.dtype.is_floating_point and node.op in ("scalar", "exp", "exp2", "expm1", "pow"):
+            return f"score_mod's {node.op} may be of any magnitude"
     return None
 
 
-def _rows_safe(question: Question, answers: Answers) -> None:
+def decide_rows_safe(question: Question, answers: Answers) -> None:
     asked = question.options.ROWS_GUARANTEED_SAFE
     proof = question.facts.rows_safe
     table = question.problem.table
@@ -335,7 +344,7 @@ def _may_drop_rows(score: Graph | None) -> bool:
 
 def _may_be_infinite(node: Node) -> bool:
     if node.op == "const":
-        return isinstance(node.attr, float) and abs(node.attr) > EXTREME
+        return isinstance(node.attr, float) and abs(node.attr) > LARGEST_SAFE
     if node.op == "div" and node.args[1].op == "const":
         return node.args[1].attr == 0
     risky = ("load", "scalar", "div", "log", "log2", "log1p", "exp", "exp2", "pow", "rsqrt", "expm1")
@@ -381,6 +390,36 @@ def decide_arithmetic(question: Question, answers: Answers) -> None:
     answers.add("FLOAT32_PRECISION", asked or "ieee", "asked for" if asked else "float32 stays float32 unless asked")
     fast, because = _fast_tanh(question)
     answers.add("FAST_TANH", fast, because)
+    decide_order(question, answers)
+
+
+def decide_order(question: Question, answers: Answers) -> None:
+    """Decide in which order programs of a head start; they run in waves, and the last wave decides the time."""
+    asked = question.options.LONG_ROWS_FIRST
+    grows = _rows_grow(question.schedule)
+    if asked is not None:
+        answers.add("LONG_ROWS_FIRST", bool(asked), "asked for")
+    else:
+        because = "later queries visit more keys: their programs start first" if grows else "rows are alike in length"
+        answers.add("LONG_ROWS_FIRST", grows, because)
+
+
+def _rows_grow(schedule: Schedule) -> bool:
+    """Whether a tile of late queries visits clearly more keys than one of early ones."""
+    early, late = (_keys_at(schedule, NOMINAL_LENGTH * part // 4) for part in (1, 3))
+    return early is not None and late is not None and late > 1.5 * early
+
+
+def _keys_at(schedule: Schedule, q_idx: int) -> int | None:
+    """Return how many keys a tile at a query visits in a long sequence; None where that cannot be said."""
+    names = {"q_lo": q_idx, "q_hi": q_idx, "Q_LEN": NOMINAL_LENGTH, "KV_LEN": NOMINAL_LENGTH, "b": 0, "h": 0}
+    total = 0
+    for segment in schedule.segments:
+        lo, hi = (host_value(bound.node, names) for bound in (segment.visit_lo, segment.visit_hi))
+        if lo is None or hi is None:
+            return None
+        total += int(max(0, min(hi, NOMINAL_LENGTH) - max(lo, 0)))
+    return total if schedule.segments else None
 
 
 def _fast_tanh(question: Question) -> tuple[bool, str]:
@@ -402,7 +441,7 @@ def _fast_tanh(question: Question) -> tuple[bool, str]:
     return False, "float32 inputs keep the exact tanh" if not half else f"{target.name} has no tanh instruction"
 
 
-def _outputs(question: Question, answers: Answers) -> None:
+def decide_outputs(question: Question, answers: Answers) -> None:
     problem = question.problem
     for name, value in (("OUTPUT_LOGSUMEXP", problem.output_logsumexp), ("OUTPUT_MAX", problem.output_max)):
         answers.add(name, value, "the call returns it" if value else "the call does not return it")
@@ -427,11 +466,11 @@ _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     _packing,
     _tile,
     decide_divisible,
-    _scale,
-    _rows_safe,
+    decide_scale,
+    decide_rows_safe,
     _tma,
     _subtiling,
     decide_arithmetic,
-    _outputs,
+    decide_outputs,
     decide_amd,
 )

@@ -145,9 +145,10 @@ def preferred(dtype: torch.dtype, head_dim: int, target: Target, kernel: Backwar
 def _scale(question: Question, answers: Answers) -> None:
     scale = question.problem.scale
     answers.add("SM_SCALE", scale, "a constant" if scale is not None else "varies between calls: a run-time argument")
-    answers.add("FOLD_SCALE", *choose.fold(question, prescale=False))
-    low = choose.lowest_reason(question.mods.score)
-    answers.add("SUBTRACT_FIRST", low is not None, low or "scores stay far from the float32 minimum")
+    extreme = choose.extreme_reason(question)
+    fold = choose.fold(question, prescale=False)
+    answers.add("FOLD_SCALE", *(fold if extreme is None else (False, "scores are scaled before the subtraction")))
+    answers.add("SUBTRACT_FIRST", extreme is not None, extreme or "scores of moderate size")
 
 
 def choose_delta(problem: Problem, guard: Guard, target: Target, *, has_grad_logsumexp: bool) -> DeltaPlan:

@@ -50,7 +50,7 @@ def choose_table(
 def table_form(problem: Problem, target: Target, options: KernelOptions) -> TableForm:
     """Return the form of a derived table: a block is as the preferred tile, so that no finer list would help."""
     head_dim = round_up_to_power_of_two(max(problem.qk_head_dim, problem.v_head_dim))
-    tile, _ = preferred(problem.query_dtype, head_dim, target, None)
+    tile, _ = preferred(problem.query_dtype, head_dim, target, masked=True)
     return TableForm(options.BLOCK_M or tile.BLOCK_M, options.BLOCK_N or tile.BLOCK_N, True, derived=True)
 
 

@@ -33,9 +33,10 @@ class ForwardPlan:
         OUTPUT_LOGSUMEXP, OUTPUT_MAX: auxiliary outputs.
         FLOAT32_PRECISION: input precision of float32 matrix products.
         FAST_TANH: tanh in score_mod by the hardware approximation.
+        LONG_ROWS_FIRST: programs of the last queries start first.
         FOLD_SCALE: scale and log2(e) are one multiplier inside the exponential (identity score_mod).
-        SUBTRACT_FIRST: the row maximum is subtracted before scaling by log2(e), so that scores near the
-            float32 minimum do not overflow.
+        SUBTRACT_FIRST: the row maximum is subtracted before scaling by log2(e), so that scores of any magnitude
+            keep their differences.
         query_dtype, key_dtype, value_dtype: element dtypes; the output has the query's.
         accumulator_dtype: dtype of scores, sums and auxiliary outputs.
         unit_stride: tensors whose last dimension has stride 1.
@@ -68,6 +69,7 @@ class ForwardPlan:
     OUTPUT_MAX: bool
     FLOAT32_PRECISION: str
     FAST_TANH: bool
+    LONG_ROWS_FIRST: bool
     FOLD_SCALE: bool
     SUBTRACT_FIRST: bool
     kpack: int | None

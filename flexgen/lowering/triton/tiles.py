@@ -130,15 +130,12 @@ class ForwardPhysics:
         return infeasible(tile, shape, target)
 
 
-SHORT_RANGE = 768  # keys a tile visits up to which small tiles win: see _WGMMA_SHORT
-
-
-def preferred(dtype: torch.dtype, head_dim: int, target: Target, keys: int | None = None) -> tuple[Tile, str]:
+def preferred(dtype: torch.dtype, head_dim: int, target: Target, *, masked: bool) -> tuple[Tile, str]:
     """Return the first choice and where it comes from.
 
     Args:
         head_dim: the larger rounded one.
-        keys: how many keys a tile of queries visits, where the mask bounds that.
+        masked: some tiles are crossed by the mask's edge.
     """
     if target.backend == "interpret":
         return Tile(128, 128, 4, 1), "the interpreter's cost is per step, not per element"
@@ -147,22 +144,22 @@ def preferred(dtype: torch.dtype, head_dim: int, target: Target, keys: int | Non
     if target.backend == "hip":
         tile = Tile(128, 64, 4, 1) if head_dim <= 64 else Tile(64, 64, 4, 1)
         return tile, "guess: LDS holds one stage"
-    if target.matrix_unit == "wgmma" and keys is not None and keys <= SHORT_RANGE and head_dim <= 128:
-        return _WGMMA_SHORT, f"a tile visits about {keys} keys: small tiles waste fewer (measured on H200)"
+    if target.matrix_unit == "wgmma" and masked and head_dim <= 128:
+        return _WGMMA_MASKED, "masked: small tiles waste fewer keys at the mask's edges (measured on H200)"
     if target.matrix_unit == "wgmma":
-        return _WGMMA[next(limit for limit in _WGMMA if head_dim <= limit)], "measured on H200, see docs/tiles.md"
+        return _WGMMA[next(limit for limit in _WGMMA if head_dim <= limit)], "measured on H200"
     tile = Tile(128, 64, 8, 3) if head_dim <= 64 else Tile(64, 64, 4, 3)
     return tile, f"guess for {target.name}"
 
 
-# H200, bf16, S = 8192, B = 2, heads x head dim = 2048, TFLOP/s: benchmarks/results/forward_tiles_h200.json.
+# H200, bf16, S = 8192, B = 2, heads x head dim = 2048, TFLOP/s: benchmarks/results/tiles_h200.md.
 _WGMMA = {
     64: Tile(128, 64, 4, 3),
     128: Tile(128, 64, 8, 3),
     256: Tile(128, 64, 8, 2),
     1 << 30: Tile(64, 32, 8, 2),
 }
-_WGMMA_SHORT = Tile(64, 64, 4, 3)
+_WGMMA_MASKED = Tile(64, 64, 4, 3)
 
 
 def smaller(tile: Tile) -> Iterator[Tile]:

@@ -5,9 +5,9 @@ mask_mod     causal_mask
 tile         16 query rows x 32 keys, 4 warps, 3 stages   because: fits; measured on H200, see docs/tiles.md
 keys         the block mask's lists say which blocks are visited
 rows safe    no   because: a block table may leave rows without a block
-flags        IS_DIVISIBLE=True, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=False,
+flags        IS_DIVISIBLE=False, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=False,
                  BLOCKS_ARE_CONTIGUOUS=False, HAS_FULL_BLOCKS=True, USE_TMA=False, USE_SUBTILING=False,
-                 FAST_TANH=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
+                 FAST_TANH=False, LONG_ROWS_FIRST=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
 """
 
 import triton
@@ -16,11 +16,8 @@ import triton.language as tl
 # Template variables; docs/options.md says what each one means.
 BLOCK_M = tl.constexpr(16)
 BLOCK_N = tl.constexpr(32)
-QK_HEAD_DIM = tl.constexpr(64)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(64)
-V_HEAD_DIM = tl.constexpr(64)
 V_HEAD_DIM_ROUNDED = tl.constexpr(64)
-GQA_SHARED_HEADS = tl.constexpr(1)
 SPARSE_Q_BLOCK_SIZE = tl.constexpr(48)
 SPARSE_KV_BLOCK_SIZE = tl.constexpr(96)
 SM_SCALE = tl.constexpr(0.125)
@@ -44,7 +41,7 @@ def rescale(acc, alpha):
 @triton.jit
 def attend(
     acc, row_max, row_sum, query,
-    key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,
+    key_ptr, key_stride_kv, value_ptr, value_stride_kv, KV_LEN, b, h, q_idx,
     kv_indices_ptr, tiles_per_block,
     first, last, CHECKED: tl.constexpr,
 ):
@@ -56,10 +53,20 @@ def attend(
         block = tl.load(kv_indices_ptr + listed)
         kv_start = block * SPARSE_KV_BLOCK_SIZE + (tile - listed * tiles_per_block) * BLOCK_N
         kv_idx = kv_start + tl.arange(0, BLOCK_N)
-        key = tl.load(key_ptr + kv_idx[:, None] * key_stride_kv + qk_dim[None, :])
+        column_exists = kv_idx < KV_LEN
+        key = tl.load(
+            key_ptr + kv_idx[:, None] * key_stride_kv + qk_dim[None, :],
+            mask=column_exists[:, None],
+            other=0.0,
+        )
         score = tl.dot(query, key.T)
         if CHECKED:
-            score = tl.where(mask_mod(b, h, q_idx[:, None], kv_idx[None, :]), score, float("-inf"))
+            score = tl.where(
+                column_exists[None, :] & mask_mod(b, h, q_idx[:, None], kv_idx[None, :]), score,
+                float("-inf"),
+            )
+        else:
+            score = tl.where(column_exists[None, :], score, float("-inf"))
 
         # row_max starts at a finite floor, so a row with no live key yet gives weights of 0, never NaN.
         new_max = tl.maximum(row_max, tl.max(score, 1))
@@ -69,7 +76,11 @@ def attend(
         row_max = new_max
 
         acc = rescale(acc, alpha)
-        value = tl.load(value_ptr + kv_idx[:, None] * value_stride_kv + v_dim[None, :])
+        value = tl.load(
+            value_ptr + kv_idx[:, None] * value_stride_kv + v_dim[None, :],
+            mask=column_exists[:, None],
+            other=0.0,
+        )
         acc = tl.dot(weight.to(value.dtype), value, acc)
     return acc, row_max, row_sum
 
@@ -117,18 +128,22 @@ def forward(
     row_tile = tl.program_id(0) % tiles_per_head
     b = tl.program_id(0) // tiles_per_head // Q_HEADS
     h = tl.program_id(0) // tiles_per_head % Q_HEADS
-    kv_head = h
     q_start = row_tile * BLOCK_M
     q_idx = q_start + tl.arange(0, BLOCK_M)
+    row_exists = q_idx < Q_LEN
 
     # Batch and head offsets are 64-bit: whole tensors may pass 2**31 elements.
     batch = b.to(tl.int64)
-    key_ptr += batch * key_stride_b + kv_head.to(tl.int64) * key_stride_h
-    value_ptr += batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     head = h.to(tl.int64)
+    key_ptr += batch * key_stride_b + head * key_stride_h
+    value_ptr += batch * value_stride_b + head * value_stride_h
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     query_ptr += batch * query_stride_b + head * query_stride_h
-    query = tl.load(query_ptr + q_idx[:, None] * query_stride_q + qk_dim[None, :])
+    query = tl.load(
+        query_ptr + q_idx[:, None] * query_stride_q + qk_dim[None, :],
+        mask=row_exists[:, None],
+        other=0.0,
+    )
 
     acc = tl.zeros([BLOCK_M, V_HEAD_DIM_ROUNDED], tl.float32)
     row_max = tl.full([BLOCK_M], ROW_MAX_FLOOR, tl.float32)
@@ -142,7 +157,7 @@ def forward(
     last = tl.load(kv_num_blocks_ptr + row_of_blocks) * tiles_per_block
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, query,
-        key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,
+        key_ptr, key_stride_kv, value_ptr, value_stride_kv, KV_LEN, b, h, q_idx,
         kv_indices_ptr + listed, tiles_per_block,
         0, last, True,
     )
@@ -155,7 +170,7 @@ def forward(
     last = tl.load(full_kv_num_blocks_ptr + row_of_blocks) * tiles_per_block
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, query,
-        key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,
+        key_ptr, key_stride_kv, value_ptr, value_stride_kv, KV_LEN, b, h, q_idx,
         full_kv_indices_ptr + listed, tiles_per_block,
         0, last, False,
     )
@@ -168,4 +183,5 @@ def forward(
     tl.store(
         output_ptr + q_idx[:, None] * output_stride_q + v_dim[None, :],
         output.to(output_ptr.dtype.element_ty),
+        mask=row_exists[:, None],
     )

@@ -4,11 +4,10 @@ score_mod    add_bias
 mask_mod     none: every key is live
 tile         128 query rows x 64 keys, 4 warps, 3 stages   because: fits; measured on H200, see docs/tiles.md
 keys         no mask: there is no mask
-             there is no mask
 rows safe    no   because: score_mod may return -inf for a whole row
 flags        IS_DIVISIBLE=True, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=False,
                  BLOCKS_ARE_CONTIGUOUS=False, HAS_FULL_BLOCKS=False, USE_TMA=False, USE_SUBTILING=False,
-                 FAST_TANH=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
+                 FAST_TANH=False, LONG_ROWS_FIRST=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
 """
 
 import triton
@@ -17,11 +16,8 @@ import triton.language as tl
 # Template variables; docs/options.md says what each one means.
 BLOCK_M = tl.constexpr(128)
 BLOCK_N = tl.constexpr(64)
-QK_HEAD_DIM = tl.constexpr(64)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(64)
-V_HEAD_DIM = tl.constexpr(64)
 V_HEAD_DIM_ROUNDED = tl.constexpr(64)
-GQA_SHARED_HEADS = tl.constexpr(1)
 SM_SCALE = tl.constexpr(0.125)
 LOG2_E = tl.constexpr(1.4426950408889634)  # weights are computed in base 2
 ROW_MAX_FLOOR = tl.constexpr(-3.4028234663852886e+38)  # the lowest float32: any finite score is at least this
@@ -115,15 +111,14 @@ def forward(
     row_tile = tl.program_id(0) % tiles_per_head
     b = tl.program_id(0) // tiles_per_head // Q_HEADS
     h = tl.program_id(0) // tiles_per_head % Q_HEADS
-    kv_head = h
     q_start = row_tile * BLOCK_M
     q_idx = q_start + tl.arange(0, BLOCK_M)
 
     # Batch and head offsets are 64-bit: whole tensors may pass 2**31 elements.
     batch = b.to(tl.int64)
-    key_ptr += batch * key_stride_b + kv_head.to(tl.int64) * key_stride_h
-    value_ptr += batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     head = h.to(tl.int64)
+    key_ptr += batch * key_stride_b + head * key_stride_h
+    value_ptr += batch * value_stride_b + head * value_stride_h
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     query_ptr += batch * query_stride_b + head * query_stride_h
     query = tl.load(query_ptr + q_idx[:, None] * query_stride_q + qk_dim[None, :])
@@ -135,8 +130,6 @@ def forward(
     # there is no mask
     lo = 0
     hi = tl.cdiv(KV_LEN, BLOCK_N)
-    full_hi = KV_LEN // BLOCK_N
-    full_hi = tl.minimum(tl.maximum(full_hi, lo), hi)
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, query,
         key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,

@@ -3,12 +3,12 @@
 score_mod    none: softmax of scaled products
 mask_mod     document_mask
 tile         128 query rows x 64 keys, 4 warps, 3 stages   because: fits; measured on H200, see docs/tiles.md
-keys         table of 128 x 64 blocks, derived on the device: (document_id[q_idx] == document_id[kv_idx]) is
-                 not solved for kv_idx: it loads document_id at an index that depends on kv_idx
+keys         128 x 64 blocks, listed on the device: (document_id[q_idx] == document_id[kv_idx]) is not solved
+                 for kv_idx: it loads document_id at an index that depends on kv_idx
 rows safe    yes   because: kv_idx == q_idx always passes the mask, given Q_LEN <= KV_LEN
 flags        IS_DIVISIBLE=True, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=True,
                  BLOCKS_ARE_CONTIGUOUS=False, HAS_FULL_BLOCKS=True, USE_TMA=False, USE_SUBTILING=False,
-                 FAST_TANH=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
+                 FAST_TANH=False, LONG_ROWS_FIRST=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
 """
 
 import triton
@@ -17,11 +17,8 @@ import triton.language as tl
 # Template variables; docs/options.md says what each one means.
 BLOCK_M = tl.constexpr(128)
 BLOCK_N = tl.constexpr(64)
-QK_HEAD_DIM = tl.constexpr(64)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(64)
-V_HEAD_DIM = tl.constexpr(64)
 V_HEAD_DIM_ROUNDED = tl.constexpr(64)
-GQA_SHARED_HEADS = tl.constexpr(1)
 SPARSE_Q_BLOCK_SIZE = tl.constexpr(128)
 SPARSE_KV_BLOCK_SIZE = tl.constexpr(64)
 SM_SCALE = tl.constexpr(0.125)
@@ -116,15 +113,14 @@ def forward(
     row_tile = tl.program_id(0) % tiles_per_head
     b = tl.program_id(0) // tiles_per_head // Q_HEADS
     h = tl.program_id(0) // tiles_per_head % Q_HEADS
-    kv_head = h
     q_start = row_tile * BLOCK_M
     q_idx = q_start + tl.arange(0, BLOCK_M)
 
     # Batch and head offsets are 64-bit: whole tensors may pass 2**31 elements.
     batch = b.to(tl.int64)
-    key_ptr += batch * key_stride_b + kv_head.to(tl.int64) * key_stride_h
-    value_ptr += batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     head = h.to(tl.int64)
+    key_ptr += batch * key_stride_b + head * key_stride_h
+    value_ptr += batch * value_stride_b + head * value_stride_h
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     query_ptr += batch * query_stride_b + head * query_stride_h
     query = tl.load(query_ptr + q_idx[:, None] * query_stride_q + qk_dim[None, :])

@@ -5,11 +5,10 @@ mask_mod     sliding_window_mask
 tile         64 query rows x 64 keys, 4 warps, 3 stages   because: fits; a tile visits about 257 keys: small
                  tiles waste fewer (measured on H200)
 keys         closed form: mask is an interval in kv_idx: [q_idx - 256, q_idx + 1)
-             [q_idx - 256, q_idx + 1)
 rows safe    yes   because: kv_idx == q_idx always passes the mask, given Q_LEN <= KV_LEN
 flags        IS_DIVISIBLE=True, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=True,
                  BLOCKS_ARE_CONTIGUOUS=False, HAS_FULL_BLOCKS=False, USE_TMA=False, USE_SUBTILING=False,
-                 FAST_TANH=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
+                 FAST_TANH=False, LONG_ROWS_FIRST=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
 """
 
 import triton
@@ -18,11 +17,8 @@ import triton.language as tl
 # Template variables; docs/options.md says what each one means.
 BLOCK_M = tl.constexpr(64)
 BLOCK_N = tl.constexpr(64)
-QK_HEAD_DIM = tl.constexpr(64)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(64)
-V_HEAD_DIM = tl.constexpr(64)
 V_HEAD_DIM_ROUNDED = tl.constexpr(64)
-GQA_SHARED_HEADS = tl.constexpr(1)
 SM_SCALE = tl.constexpr(0.125)
 SCALE_LOG2_E = tl.constexpr(0.18033688011112042)  # SM_SCALE * log2(e)
 ROW_MAX_FLOOR = tl.constexpr(-1e+38)  # below any score; finite when scaled
@@ -51,7 +47,7 @@ def attend(
     key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,
     first, last, gap_0, width_0, CHECKED: tl.constexpr,
 ):
-    """Visit key tiles first to last - 1, leaving out gaps, each with one step of the online softmax."""
+    """Visit key tiles first to last - 1, leaving out each gap of `width` tiles, each with one step of the online softmax."""
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     v_dim = tl.arange(0, V_HEAD_DIM_ROUNDED)
     for step in tl.range(first, last - width_0):
@@ -103,15 +99,14 @@ def forward(
     row_tile = tl.program_id(0) % tiles_per_head
     b = tl.program_id(0) // tiles_per_head // Q_HEADS
     h = tl.program_id(0) // tiles_per_head % Q_HEADS
-    kv_head = h
     q_start = row_tile * BLOCK_M
     q_idx = q_start + tl.arange(0, BLOCK_M)
 
     # Batch and head offsets are 64-bit: whole tensors may pass 2**31 elements.
     batch = b.to(tl.int64)
-    key_ptr += batch * key_stride_b + kv_head.to(tl.int64) * key_stride_h
-    value_ptr += batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     head = h.to(tl.int64)
+    key_ptr += batch * key_stride_b + head * key_stride_h
+    value_ptr += batch * value_stride_b + head * value_stride_h
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     query_ptr += batch * query_stride_b + head * query_stride_h
     query = tl.load(query_ptr + q_idx[:, None] * query_stride_q + qk_dim[None, :])

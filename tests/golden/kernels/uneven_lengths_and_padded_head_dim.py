@@ -4,11 +4,10 @@ score_mod    none: softmax of scaled products
 mask_mod     causal_mask
 tile         128 query rows x 64 keys, 8 warps, 3 stages   because: fits; measured on H200, see docs/tiles.md
 keys         closed form: mask is an interval in kv_idx: [0, q_idx + 1)
-             [0, q_idx + 1)
 rows safe    yes   because: kv_idx == 0 always passes the mask, given 1 <= KV_LEN
 flags        IS_DIVISIBLE=False, SAFE_HEAD_DIM=False, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=True,
                  BLOCKS_ARE_CONTIGUOUS=False, HAS_FULL_BLOCKS=False, USE_TMA=False, USE_SUBTILING=False,
-                 FAST_TANH=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
+                 FAST_TANH=False, LONG_ROWS_FIRST=True, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
 """
 
 import triton
@@ -21,7 +20,6 @@ QK_HEAD_DIM = tl.constexpr(80)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(128)
 V_HEAD_DIM = tl.constexpr(80)
 V_HEAD_DIM_ROUNDED = tl.constexpr(128)
-GQA_SHARED_HEADS = tl.constexpr(1)
 SM_SCALE = tl.constexpr(0.11180339887498948)
 SCALE_LOG2_E = tl.constexpr(0.16129820911147805)  # SM_SCALE * log2(e)
 ROW_MAX_FLOOR = tl.constexpr(-1e+38)  # below any score; finite when scaled
@@ -120,19 +118,18 @@ def forward(
 ):
     # One program computes BLOCK_M query rows of one query head.
     tiles_per_head = tl.cdiv(Q_LEN, BLOCK_M)
-    row_tile = tl.program_id(0) % tiles_per_head
+    row_tile = tiles_per_head - 1 - tl.program_id(0) % tiles_per_head  # the longest rows start first
     b = tl.program_id(0) // tiles_per_head // Q_HEADS
     h = tl.program_id(0) // tiles_per_head % Q_HEADS
-    kv_head = h
     q_start = row_tile * BLOCK_M
     q_idx = q_start + tl.arange(0, BLOCK_M)
     row_exists = q_idx < Q_LEN
 
     # Batch and head offsets are 64-bit: whole tensors may pass 2**31 elements.
     batch = b.to(tl.int64)
-    key_ptr += batch * key_stride_b + kv_head.to(tl.int64) * key_stride_h
-    value_ptr += batch * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     head = h.to(tl.int64)
+    key_ptr += batch * key_stride_b + head * key_stride_h
+    value_ptr += batch * value_stride_b + head * value_stride_h
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     query_ptr += batch * query_stride_b + head * query_stride_h
     query = tl.load(

@@ -1,0 +1,258 @@
+"""The holes of the Hopper templates: parameters, key ranges, masks and calls, computed from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, SegmentNames, WalkedAxis
+from flexgen.codegen.dialects.gluon import translate
+from flexgen.codegen.dialects.triton import SIGNATURE_NAMES, TYPE_NAMES, pointer_type
+from flexgen.codegen.gluon_live import PrintedLive, print_live
+from flexgen.codegen.mod_printer import PrintedMod
+from flexgen.codegen.node_printer import PrintContext
+from flexgen.codegen.source import Arg, Role
+from flexgen.codegen.walk_text import grouped
+from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan
+
+NAMES_A_LINE = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Key tiles between two segments, which the walk leaves out: where they start and how many they are."""
+
+    start: str
+    width: str
+
+
+@dataclass(frozen=True, slots=True)
+class GluonHoles:
+    """Everything the Hopper templates print besides the plan; lists of names are parameters and arguments alike."""
+
+    libdevice: bool
+    dtype: str
+    rows: str
+    tiles: tuple[str, ...]
+    fulls: bool
+    bounds: tuple[str, ...]
+    gaps: tuple[Gap, ...]
+    visited: str
+    first_lo: str
+    count: str
+    key_tiles_params: tuple[str, ...]
+    locate_args: tuple[str, ...]
+    live_lines: tuple[str, ...]
+    live_params: tuple[str, ...]
+    finish_params: tuple[str, ...]
+    finish_doc: str
+    uses_q_idx: bool
+    uses_kv_idx: bool
+    scale: str
+    scale_score: bool
+    score_call: str
+    needs_mask: str
+    masked: str
+    exponent_scale: str
+    natural_max: str
+    store_params: tuple[str, ...]
+    place_params: tuple[str, ...]
+    attend_params: tuple[str, ...]
+    forward_params: tuple[str, ...]
+    args: tuple[Arg, ...]
+    prelude: tuple[str, ...]
+
+
+class GluonText:
+    """Computes the holes for one plan and its printed mods, which are in plain Triton's words still."""
+
+    def __init__(
+        self, plan: GluonPlan, score: PrintedMod | None, mask: PrintedMod | None, context: PrintContext
+    ) -> None:
+        self.plan, self.score = plan, score
+        self.checks = mask is not None or plan.KV_TAIL
+        self.live = print_live(plan.live_keys, context) if self.checks and plan.live_keys is not None else None
+        self.mask = mask if self.live is None else None
+        self.ranges = self._print_ranges(context)
+        self.tiles = ("first", "count", *self._gap_names(), *self._full_names())
+
+    def holes(self) -> GluonHoles:
+        plan = self.plan
+        segments = self.ranges.names
+        args = self._args()
+        return GluonHoles(
+            libdevice=any(mod.libdevice for mod in (self.score, self.mask) if mod is not None),
+            dtype=f"gl.{TYPE_NAMES[plan.query_dtype]}",
+            rows="ROWS",
+            tiles=self.tiles,
+            fulls=bool(self._full_names()),
+            bounds=tuple(translate(line) for line in self.ranges.lines),
+            gaps=tuple(self._gaps()),
+            visited=" + ".join(f"{s.hi} - {s.lo}" for s in segments),
+            first_lo=segments[0].lo,
+            count="tiles[1]",
+            key_tiles_params=("b", "h", "q_start", "Q_LEN", "KV_LEN", *_names(self.ranges.args)),
+            locate_args=("row_tile", "Q_LEN", "Q_HEADS", *["batch_heads"] * plan.LONG_ROWS_FIRST),
+            live_lines=self.live.lines if self.live else (),
+            live_params=("b", "h", "q_idx", "Q_LEN", "KV_LEN", *_names(self.live.args if self.live else ())),
+            finish_params=tuple(self._finish_params()),
+            finish_doc=self._finish_doc(),
+            uses_q_idx=self._uses_q_idx,
+            uses_kv_idx=self.checks or self.score is not None,
+            scale=self._scale,
+            scale_score=not plan.FOLD_SCALE and plan.SM_SCALE != 1.0,
+            score_call=self.score.call(score="score", **_INDICES) if self.score else "",
+            needs_mask=self._needs_mask(),
+            masked=self._masked(),
+            exponent_scale="SCALE_LOG2_E" if plan.FOLD_SCALE else "LOG2_E",
+            natural_max="row_max * SM_SCALE" if plan.FOLD_SCALE else "row_max",
+            store_params=tuple(self._store_params()),
+            place_params=tuple(self._place_params()),
+            attend_params=tuple(self._attend_params()),
+            forward_params=_names(args),
+            args=args,
+            prelude=self.ranges.prelude + (self.live.prelude if self.live else ()),
+        )
+
+    # Facts about the text.
+
+    @property
+    def _scale(self) -> str:
+        return "sm_scale" if self.plan.SM_SCALE is None else "SM_SCALE"
+
+    @property
+    def _uses_q_idx(self) -> bool:
+        return self.score is not None or self.mask is not None or self.live is not None
+
+    def _mod_args(self) -> tuple[Arg, ...]:
+        mods = [mod for mod in (self.score, self.mask) if mod is not None]
+        return tuple(dict.fromkeys(arg for mod in mods for arg in mod.args))
+
+    # Key ranges.
+
+    def _print_ranges(self, context: PrintContext) -> PrintedRanges:
+        names = ("b", "h", "q_lo", "q_hi", "Q_LEN", "KV_LEN")
+        inputs = {name: name for name in names} | {"h_lo": "h", "h_hi": "h"}
+        printed = RangesPrinter(context, inputs, WalkedAxis("KV_LEN", "BLOCK_N", "", "")).print(
+            self.plan.schedule, full=self.checks
+        )
+        used = " ".join(line for line in printed.lines if not line.startswith("#"))
+        corners = {"q_lo": "q_start", "q_hi": "tl.minimum(q_start + BLOCK_M, Q_LEN) - 1"}
+        lines = tuple(f"{name} = {text}" for name, text in corners.items() if name in used)
+        return PrintedRanges(lines + printed.lines, printed.names, printed.args, printed.prelude)
+
+    def _gap_names(self) -> list[str]:
+        return [f"{kind}_{n}" for n in range(len(self.ranges.names) - 1) for kind in ("gap", "width")]
+
+    def _gaps(self) -> Iterable[Gap]:
+        for left, right in zip(self.ranges.names, self.ranges.names[1:], strict=False):
+            yield Gap(left.hi, f"{right.lo} - {left.hi}")
+
+    def _full_names(self) -> list[str]:
+        found: list[str] = []
+        for segment in self.ranges.names:
+            if segment.full_hi is not None:
+                found += [str(segment.full_lo)] if _has_left_edge(segment) else []
+                found.append(segment.full_hi)
+        return found
+
+    def _needs_mask(self) -> str:
+        """The condition under which a key tile is checked, "" where each one is."""
+        full = [s for s in self.ranges.names if s.full_hi is not None]
+        if len(full) == 1 and len(self.ranges.names) == 1:
+            left = f"(tile < {full[0].full_lo}) | " if _has_left_edge(full[0]) else ""
+            right = f"tile >= {full[0].full_hi}"
+            return f"{left}({right})" if left else right
+        inside = [f"((tile >= {s.full_lo}) & (tile < {s.full_hi}))" for s in full]
+        return f"({' | '.join(inside)}) == 0" if inside else ""
+
+    # Scores.
+
+    def _finish_params(self) -> list[str]:
+        names = ["score", "tile", "tiles"] if self.checks or self.score else ["score"]
+        names += ["q_idx"] if self.score or self.mask else []
+        names += ["kv_lo", "kv_width"] if self.live else []
+        names += ["b", "h"] if self.score or self.mask else []
+        names += ["KV_LEN"] if self.checks and self.live is None else []
+        names += ["sm_scale"] if self.plan.SM_SCALE is None else []
+        return [*names, *_names(self._mod_args())]
+
+    def _finish_doc(self) -> str:
+        parts = ["scale"] if not self.plan.FOLD_SCALE else []
+        parts += ["score_mod"] if self.score else []
+        parts += ["-inf where no key is live"] if self.checks else []
+        return ", ".join(parts) or "nothing is left to do"
+
+    def _masked(self) -> str:
+        """The scores of a checked tile, "" where no tile is."""
+        if not self.checks:
+            return ""
+        if self.live is not None:
+            return f"keep_interval(score, {self.live.distance}, {self.live.width})"
+        mask = [self.mask.call(**_INDICES)] if self.mask else []
+        exists = ["(kv_idx < KV_LEN)[None, :]"] if self.plan.KV_TAIL else []
+        return f'gl.where({" & ".join([*exists, *mask])}, score, float("-inf"))'
+
+    # Parameters.
+
+    def _place_params(self) -> Iterable[str]:
+        strides = [f"{tensor}_stride_{axis}" for tensor in ("query", "key", "value") for axis in "bh"]
+        yield from grouped([*self._lengths(), *strides], NAMES_A_LINE)
+        yield from grouped(_names(self.ranges.args), NAMES_A_LINE)
+
+    def _attend_params(self) -> Iterable[str]:
+        yield from grouped([*self._outputs(), *self._lengths()], NAMES_A_LINE)
+        scale = ["sm_scale"] if self.plan.SM_SCALE is None else []
+        captured = dict.fromkeys((*self.ranges.args, *(self.live.args if self.live else ()), *self._mod_args()))
+        yield from grouped([*scale, *_names(captured)], NAMES_A_LINE)
+
+    def _store_params(self) -> Iterable[str]:
+        yield "acc, row_max, row_sum, b, h, row_start"
+        yield from grouped([*self._outputs(), "Q_LEN", "Q_HEADS"], NAMES_A_LINE)
+
+    def _lengths(self) -> list[str]:
+        return ["Q_LEN", "KV_LEN", "Q_HEADS", *["batch_heads"] * self.plan.LONG_ROWS_FIRST]
+
+    def _outputs(self) -> list[str]:
+        return [f"{name}_ptr" for name in self._output_names()] + [f"output_stride_{axis}" for axis in "bhq"]
+
+    def _output_names(self) -> list[str]:
+        plan = self.plan
+        return ["output", *["logsumexp"] * plan.OUTPUT_LOGSUMEXP, *["max_scores"] * plan.OUTPUT_MAX]
+
+    def _args(self) -> tuple[Arg, ...]:
+        plan = self.plan
+        args = [_descriptor("query", WARPGROUP_ROWS, plan.QK_HEAD_DIM_ROUNDED, plan)]
+        args += [_descriptor("key", plan.BLOCK_N, plan.QK_HEAD_DIM_ROUNDED, plan)]
+        args += [_descriptor("value", plan.BLOCK_N, plan.V_HEAD_DIM_ROUNDED, plan)]
+        for name in self._output_names():
+            dtype = plan.query_dtype if name == "output" else plan.accumulator_dtype
+            args.append(Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(dtype), True))
+        for tensor in ("query", "key", "value", "output"):
+            args += [_stride(tensor, dim, axis, "i64") for dim, axis in enumerate("bh")]
+        args.append(_stride("output", 2, "q", "i64" if "output" in plan.wide else "i32"))
+        lengths = ["Q_LEN", "KV_LEN", "Q_HEADS", *["BATCH"] * (plan.LONG_ROWS_FIRST or plan.PERSISTENT)]
+        args += [Arg(name, Role.LENGTH, name, None, "i32", False) for name in lengths]
+        args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
+        live = self.live.args if self.live else ()
+        return tuple(dict.fromkeys([*args, *self._mod_args(), *self.ranges.args, *live]))
+
+
+_INDICES = {"b": "b", "h": "h", "q_idx": "q_idx[:, None]", "kv_idx": "kv_idx[None, :]"}
+
+
+def _has_left_edge(segment: SegmentNames) -> bool:
+    return segment.full_lo != segment.lo
+
+
+def _names(args: Iterable[Arg]) -> tuple[str, ...]:
+    return tuple(arg.name for arg in args)
+
+
+def _descriptor(tensor: str, rows: int, head_dim: int, plan: GluonPlan) -> Arg:
+    kind = f"tensordesc<{SIGNATURE_NAMES[plan.query_dtype]}[1, 1, {rows}, {head_dim}]>"
+    return Arg(f"{tensor}_desc", Role.TENSOR, tensor, None, kind, False)
+
+
+def _stride(tensor: str, dim: int, axis: str, kind: str) -> Arg:
+    return Arg(f"{tensor}_stride_{axis}", Role.TENSOR_STRIDE, tensor, dim, kind, tensor == "output")

@@ -1,0 +1,1 @@
+"""Planning of Gluon kernels for Hopper: TMA loads, asynchronous matrix instructions, specialised warps."""
