@@ -100,7 +100,7 @@ class ForwardText:
         self.divides = not self.table or plan.SPARSE_Q_BLOCK_SIZE % plan.BLOCK_M == 0
         self.rows_masked = self.packs or not self.divides or not plan.IS_DIVISIBLE
         self.ranges = None if self.table else self._print_ranges(context)
-        self.column = "column" if plan.index_map.has_offsets else "kv_idx"
+        self.column = "column" if plan.index_map.has_offsets and self._uses_kv_idx else "kv_idx"
         self.row = "row" if plan.index_map.has_offsets else "q_idx"
         self.column_limit = self._column_limit()
         self.two_kinds = self._needs_two_kinds()

@@ -19,7 +19,7 @@ LAYERS = (
     {"lowering"},
     {"codegen"},
     {"runtime"},
-    {"api", "attention", "aux_outputs", "block_mask", "explain", "lowered", "pipeline", "tables", "training"},
+    {"api", "attention", "aux_outputs", "backends", "block_mask", "explain", "lowered", "pipeline", "tables", "training"},
     {"integrations"},
     {"commands", "cli", "__main__"},
 )

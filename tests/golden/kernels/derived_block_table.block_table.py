@@ -1,7 +1,7 @@
 """Block table of a mask, for sm_90. Written by flexgen.
 
 mask_mod     document_mask
-blocks       128 queries x 64 keys
+blocks       64 queries x 64 keys
 listed       where (document_id_q_min <= document_id_kv_max) & (document_id_kv_min <= document_id_q_max)
 full         where also (document_id_q_max <= document_id_kv_min) & (document_id_kv_max <= document_id_q_min)
 leaf         document_id_q = document_id[q_idx]
@@ -11,7 +11,7 @@ leaf         document_id_kv = document_id[kv_idx]
 import triton
 import triton.language as tl
 
-SPARSE_Q_BLOCK_SIZE = tl.constexpr(128)
+SPARSE_Q_BLOCK_SIZE = tl.constexpr(64)
 SPARSE_KV_BLOCK_SIZE = tl.constexpr(64)
 COLUMNS = tl.constexpr(1024)  # blocks of keys that are classified at a time
 

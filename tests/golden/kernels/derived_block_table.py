@@ -2,8 +2,9 @@
 
 score_mod    none: softmax of scaled products
 mask_mod     document_mask
-tile         128 query rows x 64 keys, 4 warps, 3 stages   because: fits; measured on H200, see docs/tiles.md
-keys         128 x 64 blocks, listed on the device: (document_id[q_idx] == document_id[kv_idx]) is not solved
+tile         64 query rows x 64 keys, 4 warps, 3 stages   because: fits; masked: small tiles waste fewer keys
+                 at the mask's edges (measured on H200)
+keys         64 x 64 blocks, listed on the device: (document_id[q_idx] == document_id[kv_idx]) is not solved
                  for kv_idx: it loads document_id at an index that depends on kv_idx
 rows safe    yes   because: kv_idx == q_idx always passes the mask, given Q_LEN <= KV_LEN
 flags        IS_DIVISIBLE=True, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=True,
@@ -15,11 +16,11 @@ import triton
 import triton.language as tl
 
 # Template variables; docs/options.md says what each one means.
-BLOCK_M = tl.constexpr(128)
+BLOCK_M = tl.constexpr(64)
 BLOCK_N = tl.constexpr(64)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(64)
 V_HEAD_DIM_ROUNDED = tl.constexpr(64)
-SPARSE_Q_BLOCK_SIZE = tl.constexpr(128)
+SPARSE_Q_BLOCK_SIZE = tl.constexpr(64)
 SPARSE_KV_BLOCK_SIZE = tl.constexpr(64)
 SM_SCALE = tl.constexpr(0.125)
 SCALE_LOG2_E = tl.constexpr(0.18033688011112042)  # SM_SCALE * log2(e)
@@ -49,7 +50,7 @@ def attend(
     kv_indices_ptr, tiles_per_block,
     first, last, CHECKED: tl.constexpr,
 ):
-    """Visit key tiles first to last - 1 of a block list, each with one step of the online softmax."""
+    """Take one step of the online softmax for each key tile from first to last - 1 of a block list."""
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     v_dim = tl.arange(0, V_HEAD_DIM_ROUNDED)
     for tile in tl.range(first, last):

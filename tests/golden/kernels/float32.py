@@ -21,7 +21,7 @@ QK_HEAD_DIM_ROUNDED = tl.constexpr(64)
 V_HEAD_DIM_ROUNDED = tl.constexpr(64)
 SM_SCALE = tl.constexpr(0.125)
 SCALE_LOG2_E = tl.constexpr(0.18033688011112042)  # SM_SCALE * log2(e)
-ROW_MAX_FLOOR = tl.constexpr(-1e+38)  # below any score; finite when scaled
+ROW_MAX_FLOOR = tl.constexpr(-3.4028234663852886e+38)  # the lowest float32: any finite score is at least this
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def attend(
     key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,
     first, last, CHECKED: tl.constexpr,
 ):
-    """Visit key tiles first to last - 1, each with one step of the online softmax."""
+    """Take one step of the online softmax for each key tile from first to last - 1."""
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     v_dim = tl.arange(0, V_HEAD_DIM_ROUNDED)
     for tile in tl.range(first, last):
@@ -57,7 +57,7 @@ def attend(
         # row_max starts at a finite floor, so a row with no live key yet gives weights of 0, never NaN.
         new_max = tl.maximum(row_max, tl.max(score, 1))
         alpha = tl.exp2((row_max - new_max) * SCALE_LOG2_E)
-        weight = tl.exp2(score * SCALE_LOG2_E - (new_max * SCALE_LOG2_E)[:, None])
+        weight = tl.exp2((score - new_max[:, None]) * SCALE_LOG2_E)
         row_sum = row_sum * alpha + tl.sum(weight, 1)
         row_max = new_max
 
