@@ -14,7 +14,7 @@ COLORS = 96  # of a small file; the pictures have few colours besides the shades
 
 # The picture, the file of the mask, and a length at which its structure shows.
 PICTURES = (
-    ("mask_sliding_window", "sliding_window.py", 2048),
+    ("mask_sliding_window", "sliding_window.py", 1024),
     ("mask_documents", "document_mask.py", None),
 )
 

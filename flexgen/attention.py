@@ -124,7 +124,7 @@ class Attention:
         """
         aux = read_aux_request(return_aux)
         reading = self._read(query, key, value)
-        records = grad_is_needed((query, key, value, *reading.buffers))
+        records = grad_is_needed(query, key, value, reading.buffers)
         aux = replace(aux, lse=True) if records else aux  # the backward recomputes weights from it
         form = self._form(reading, query, key, value, scale, aux, block_table)
         prepared = None if validate else self._prepared.get(form)
@@ -255,11 +255,12 @@ class Attention:
         block_table: Any,
     ) -> Hashable:
         """Return what decides everything about a call but addresses and values; None where that is not settled."""
-        device = query.get_device()
-        if type(scale) not in (float, int, type(None)) or query.device.type == "meta":
+        if (scale is not None and type(scale) not in (float, int)) or query.is_meta:
             return None
-        if any(buffer.get_device() != device for buffer in reading.buffers):
-            return None
+        if reading.buffers:
+            device = query.get_device()
+            if any([buffer.get_device() != device for buffer in reading.buffers]):
+                return None
         return (
             id(reading.captured),
             tensor_form(query),

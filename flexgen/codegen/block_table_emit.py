@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from flexgen.codegen.block_table_text import BlockTableText
 from flexgen.codegen.dialects.triton import Dialect
 from flexgen.codegen.emit import mod_context
 from flexgen.codegen.header import row
 from flexgen.codegen.key import kernel_key
+from flexgen.codegen.mod_printer import print_mod
 from flexgen.codegen.render import render
 from flexgen.codegen.source import Arg, KernelSource
 from flexgen.codegen.wrap import wrap_long_lines
@@ -25,11 +28,13 @@ class TableSource:
         summaries: kernels that reduce the leaves of one axis, by the axis ("q", "kv"); absent where it has none.
         count: how many blocks each row lists.
         fill: lists them.
+        decide: evaluates the mask in those that the rule does not decide; None unless the plan is exact.
     """
 
     summaries: dict[str, KernelSource]
     count: KernelSource
     fill: KernelSource
+    decide: KernelSource | None
 
     @property
     def text(self) -> str:
@@ -40,14 +45,17 @@ def emit_block_table(mask: Graph, origins: Origins, plan: TablePlan) -> TableSou
     """Return the kernels of a plan."""
     mods = Mods(None, mask)
     context = mod_context(mods, Dialect(hardware=plan.target.backend == "cuda"), plan.wide, plan.wide_index)
-    holes = BlockTableText(plan, origins, context).holes()
+    printed = print_mod(mask, origins, context, torch.float32) if plan.exact else None
+    holes = BlockTableText(plan, origins, context, printed).holes()
+    functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in holes.prelude]
+    functions += ["\n".join(line.text for line in printed.lines)] if printed else []
     text = wrap_long_lines(
         render(
             "triton/block_table.py.jinja",
             header=_header(mask, plan),
             plan=plan,
             holes=holes,
-            functions=[render(f"triton/prelude/{name}.py.jinja").rstrip() for name in holes.prelude],
+            functions=functions,
         )
     )
     key = kernel_key(mods, origins, plan)
@@ -60,6 +68,7 @@ def emit_block_table(mask: Graph, origins: Origins, plan: TablePlan) -> TableSou
         {side.axis: entry(f"summarise_{side.noun}", side.args) for side in sides},
         entry("count_blocks", holes.count_args),
         entry("fill_blocks", holes.fill_args),
+        entry("decide_blocks", holes.decide_args) if plan.exact else None,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flexgen.codegen.dialects.triton import pointer_type, type_name
-from flexgen.codegen.mod_printer import comment_text
+from flexgen.codegen.mod_printer import PrintedMod, comment_text
 from flexgen.codegen.node_printer import NodePrinter, PrintContext
 from flexgen.codegen.source import Arg, Role
 from flexgen.ir.graph import Axis, Node, topological
@@ -78,6 +78,7 @@ class BlockTableHoles:
         rule_lines, may_live, all_live: statements and results of the rule.
         classify_args: what `classify` takes after the blocks.
         count_args, fill_args: parameters of the two kernels.
+        decide_args: of the kernel that evaluates the mask, and `live` its call of it; none unless the plan is exact.
         prelude, libdevice: what the text needs besides.
     """
 
@@ -93,6 +94,8 @@ class BlockTableHoles:
     classify_args: tuple[str, ...]
     count_args: tuple[Arg, ...]
     fill_args: tuple[Arg, ...]
+    decide_args: tuple[Arg, ...]
+    live: str
     prelude: tuple[str, ...]
     libdevice: bool
 
@@ -100,8 +103,10 @@ class BlockTableHoles:
 class BlockTableText:
     """Computes the holes for one plan."""
 
-    def __init__(self, plan: TablePlan, origins: Origins, context: PrintContext) -> None:
-        self._plan, self._origins = plan, origins
+    def __init__(
+        self, plan: TablePlan, origins: Origins, context: PrintContext, mask: PrintedMod | None = None
+    ) -> None:
+        self._plan, self._origins, self._mask = plan, origins, mask
         self._rule = plan.rule
         self._read = set(topological(plan.rule.may_live, plan.rule.all_live))
         known: dict[str | Node, Range] = {
@@ -135,9 +140,17 @@ class BlockTableText:
             classify_args=(*(arg.name for arg in shared), *_lengths_read(text, q, kv)),
             count_args=(*counts, *shared, *lengths),
             fill_args=(*counts, *self._fill_args(walked.axis), *shared, *lengths),
-            prelude=tuple(self._prelude),
-            libdevice=self._libdevice,
+            decide_args=(*self._decide_args(walked.axis), *lengths) if self._mask else (),
+            live=self._mask.call(b="b", h="h", q_idx="q_idx[:, None]", kv_idx="kv_idx[None, :]") if self._mask else "",
+            prelude=tuple(self._prelude | dict.fromkeys(self._mask.prelude if self._mask else ())),
+            libdevice=self._libdevice or (self._mask is not None and self._mask.libdevice),
         )
+
+    def _decide_args(self, axis: str) -> Iterator[Arg]:
+        for name in (f"{axis}_num_blocks", f"full_{axis}_num_blocks", f"{axis}_offsets", f"{axis}_indices"):
+            yield _table(name, torch.int32)
+        yield _table("states", torch.int8)
+        yield from self._mask.args if self._mask else ()
 
     @staticmethod
     def _fill_args(axis: str) -> Iterator[Arg]:

@@ -30,6 +30,7 @@ _STYLE = {
 _DPI = 100
 # Inches.
 _PLOT, _LEFT, _RIGHT, _GAP, _TOP, _BOTTOM, _LINE = 5.2, 0.85, 3.25, 0.2, 0.55, 0.18, 0.165
+_LEGEND_LINE = 0.215
 _TITLE_CHARACTERS = 118
 _MAX_GRID = 48  # tiles a side of which each is outlined
 _MANY_TILES = 320  # a side, beyond which a thick line would hide several
@@ -88,12 +89,13 @@ def _figure(picture: MaskFigure, kind: Format) -> Figure:
     because = textwrap.wrap(picture.because, _TITLE_CHARACTERS, max_lines=3, placeholder=" ...")
     top = _TOP + 0.6 + _LINE * len(because)
     tall = _PLOT * min(max(picture.q_len / picture.kv_len, 0.4), 1.6)
-    width, height = _LEFT + _PLOT + _GAP + _RIGHT, top + tall + _BOTTOM
+    beside = _LEGEND_LINE * len((*picture.legend, *picture.lines, *picture.notes))
+    width, height = _LEFT + _PLOT + _GAP + _RIGHT, top + max(tall, beside) + _BOTTOM
     figure = Figure(figsize=(width, height), facecolor="white")
     figure.text(0.14 / width, 1 - 0.14 / height, picture.name, va="top", size=13, weight="bold", color=_INK)
     figure.text(0.14 / width, 1 - 0.42 / height, picture.tier, va="top", size=10, color=_INK)
     figure.text(0.14 / width, 1 - 0.63 / height, "\n".join(because), va="top", size=9, color=_DIM, linespacing=1.3)
-    axes = figure.add_axes((_LEFT / width, _BOTTOM / height, _PLOT / width, tall / height))
+    axes = figure.add_axes((_LEFT / width, 1 - (top + tall) / height, _PLOT / width, tall / height))
     # A vector format keeps the pixels as they are; a raster one has pixels of its own, so it has to mix them.
     _draw_tiles(axes, picture, "none" if kind == "svg" else "antialiased")
     many = max(picture.q_len // picture.tile_rows, picture.kv_len // picture.tile_columns) > _MANY_TILES
@@ -160,26 +162,24 @@ def _ticks(length: int, tile: int) -> list[int]:
 
 
 def _draw_legend(axes: Axes, picture: MaskFigure) -> None:
+    """Draw colours, bounds and notes as one list, so that they stay apart however many there are."""
     from matplotlib.lines import Line2D
 
     handles: list[Any] = [_swatch(entry) for entry in picture.legend]
     handles += [Line2D([], [], color=_INK, linewidth=1.5, linestyle=_dashes(line)) for line in picture.lines]
-    labels = [entry.label for entry in picture.legend] + [_line_label(line) for line in picture.lines]
-    axes.legend(
-        handles,
-        labels,
+    legend = axes.legend(
+        [*handles, *(Line2D([], [], linestyle="none") for _ in picture.notes)],
+        [entry.label for entry in picture.legend] + [_line_label(line) for line in picture.lines] + [*picture.notes],
         loc="upper left",
         bbox_to_anchor=(1 + _GAP / _PLOT, 1.0),
         borderaxespad=0,
+        borderpad=0,
         frameon=False,
-        fontsize=9,
         labelspacing=0.55,
         handlelength=1.8,
     )
-    notes = "\n".join(picture.notes)
-    axes.annotate(
-        notes, (1 + _GAP / _PLOT, 0.0), xycoords="axes fraction", va="bottom", size=8.5, color=_DIM, linespacing=1.5
-    )
+    for text in legend.get_texts()[len(handles) :]:
+        text.set_color(_DIM)
 
 
 def _swatch(entry: LegendEntry) -> Any:

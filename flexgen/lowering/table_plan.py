@@ -20,6 +20,7 @@ class TablePlan:
         rule: when a block is empty, and when it is full.
         q_block_size, kv_block_size: the sides of a block, powers of two.
         walked: the axis whose blocks are listed: KV lists blocks of keys for each block of queries.
+        exact: also evaluate the mask in the blocks that the rule does not decide.
         columns: walked blocks that a program classifies at a time, a power of two.
         wide, wide_index: see Guard.
     """
@@ -31,6 +32,7 @@ class TablePlan:
     walked: Axis
     wide: frozenset[str]
     wide_index: bool
+    exact: bool = False
     columns: int = COLUMNS
     num_warps: int = 4
 

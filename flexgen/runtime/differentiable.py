@@ -74,9 +74,15 @@ def _names(count: int) -> list[str]:
     return ["query", "key", "value", *(f"buffer {index}" for index in range(count - 3))]
 
 
-def grad_is_needed(tensors: Sequence[torch.Tensor]) -> bool:
+def grad_is_needed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buffers: Sequence[torch.Tensor]
+) -> bool:
     """Whether autograd wants to record a call with these inputs."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not torch.is_grad_enabled():
+        return False
+    if query.requires_grad or key.requires_grad or value.requires_grad:
+        return True
+    return bool(buffers) and any([buffer.requires_grad for buffer in buffers])
 
 
 def attend(step: Step, inputs: Sequence[torch.Tensor]) -> Outputs:

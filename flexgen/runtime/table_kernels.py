@@ -29,7 +29,7 @@ class TableKernels:
     def __init__(self, source: TableSource, plan: TablePlan, owner: object) -> None:
         self.plan, self.owner = plan, owner
         self._source = source
-        entries = (*source.summaries.values(), source.count, source.fill)
+        entries = [*source.summaries.values(), source.count, source.fill, *([source.decide] if source.decide else [])]
         options = {"num_warps": plan.num_warps, "num_stages": 1}
         self._execute = {entry.entry: executor(entry, plan.target, options) for entry in entries}
 
@@ -61,6 +61,21 @@ class TableKernels:
         lists_of_call = expanded(lists, launch.batch, launch.q_heads)
         ready = _ready(launch.device)
         return DerivedTable(form, sizes, lists_of_call, needed, capacity, values, self.owner, ready)
+
+    def states(self, launch: Launch, table: DerivedTable) -> torch.Tensor:
+        """Return the exact state of every block, of an exact plan's table.
+
+        Returns:
+            int8 [mask batch, mask heads, rows, columns]: 0 where no pair is live, 2 where all are and the block is not
+            cut by an end of the data, else 1.
+        """
+        assert self._source.decide is not None
+        rows, columns = table.sizes.blocks(table.form)
+        shape = (table.sizes.batch, table.sizes.heads, rows, columns)
+        states = torch.zeros(shape, dtype=torch.int8, device=launch.device)
+        grid = (rows, table.sizes.heads, table.sizes.batch)
+        self._run(self._source.decide, grid, launch, {**table.lists, "states": states})
+        return states
 
     def _summarised(self, launch: Launch, sizes: TableSizes) -> dict[str, torch.Tensor]:
         """Return the extremes of each leaf over each block of its axis."""
