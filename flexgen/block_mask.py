@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexgen.block_states import BlockStates
 from flexgen.errors import OptionError
 from flexgen.runtime.mask_counts import MaskGrid, count_live_entries
 from flexgen.runtime.mask_evaluation import IndexBox, Mod, evaluate_mask, evaluate_score
@@ -19,6 +20,7 @@ from flexgen.runtime.mask_evaluation import IndexBox, Mod, evaluate_mask, evalua
 DeviceLike: TypeAlias = torch.device | str | int
 
 DEFAULT_BLOCK_SIZE = 128
+KERNEL_PAIRS = 1 << 28  # (query, key) pairs; guess: with fewer, evaluating all costs less than compiling kernels
 
 
 def create_block_mask(
@@ -36,7 +38,8 @@ def create_block_mask(
 ) -> BlockMask:
     """Return torch's BlockMask of a mask_mod, as `torch.nn.attention.flex_attention.create_block_mask` would.
 
-    The mask is evaluated tile by tile, so memory grows with the number of blocks and not with Q_LEN * KV_LEN.
+    Memory grows with the number of blocks and not with Q_LEN * KV_LEN. A small mask is evaluated tile by tile; of a
+    large one, on a GPU, generated kernels evaluate only the blocks that interval arithmetic does not decide.
 
     Args:
         mask_mod: `mask_mod(b, h, q_idx, kv_idx) -> bool`, called on 0-d integer tensors.
@@ -72,7 +75,8 @@ def create_block_mask(
             "dq_kv_order": dq_kv_order,
         }
         return _compiled_by_torch(mask_mod, grid, place, wanted)
-    block_mask = _from_counts(count_live_entries(mask_mod, grid, place), mask_mod, grid, separate_full_blocks)
+    blocks = _live_and_full(mask_mod, grid, place)
+    block_mask = _from_blocks(*blocks, mask_mod, grid, separate_full_blocks)
     if compute_dq_write_order:
         _add_dq_write_order(block_mask, dq_kv_order)
     return block_mask
@@ -139,10 +143,29 @@ def noop_mask(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: tor
     return b.new_ones((), dtype=torch.bool)
 
 
-def _from_counts(counts: torch.Tensor, mask_mod: Mod, grid: MaskGrid, separate_full_blocks: bool) -> BlockMask:
-    """List the live blocks; a block cut by the end of the data is never full, as in torch."""
-    live = counts > 0
-    full = counts == grid.q_block_size * grid.kv_block_size
+_states = BlockStates()
+
+
+def _live_and_full(mask_mod: Mod, grid: MaskGrid, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which blocks hold a live pair, and which only those; one cut by an end of the data is never full."""
+    pairs = grid.batch * grid.heads * grid.query_length * grid.key_length
+    if device.type == "cuda" and pairs >= KERNEL_PAIRS:
+        states = _states.of(mask_mod, grid, _indexed(device))
+        if states is not None:
+            return states > 0, states == 2
+    counts = count_live_entries(mask_mod, grid, device)
+    return counts > 0, counts == grid.q_block_size * grid.kv_block_size
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return the device that tensors made on `device` are on."""
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
+
+
+def _from_blocks(
+    live: torch.Tensor, full: torch.Tensor, mask_mod: Mod, grid: MaskGrid, separate_full_blocks: bool
+) -> BlockMask:
+    """List the live blocks, full ones apart if asked to."""
     num_blocks, indices = _listed(live & ~full if separate_full_blocks else live)
     full_num_blocks, full_indices = _listed(full) if separate_full_blocks else (None, None)
     return BlockMask.from_kv_blocks(

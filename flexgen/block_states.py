@@ -1,4 +1,4 @@
-"""Exact states of the blocks of a mask, by its block rule and by evaluating it only where the rule does not decide."""
+"""Exact states of the blocks of a mask: by its block rule, and by evaluating it where the rule does not decide."""
 
 from __future__ import annotations
 
@@ -17,40 +17,94 @@ from flexgen.lowering.blocks import block_rule
 from flexgen.lowering.table_plan import TablePlan
 from flexgen.problem import INDEX_LIMIT
 from flexgen.runtime.derived_table import MaskValues
-from flexgen.runtime.describe import INT32_END, Launch, buffer_span, scalars_are_trusted
+from flexgen.runtime.describe import Launch, is_wide, scalars_are_trusted
 from flexgen.runtime.device_target import target_of
 from flexgen.runtime.mask_counts import MaskGrid
 from flexgen.runtime.mask_evaluation import Mod
 from flexgen.runtime.table_kernels import TableKernels
 
-MAX_BLOCK_PAIRS = 1 << 15  # of a block; more do not fit the registers of a program
-_MAX_KEPT = 64
+MAX_BLOCK_PAIRS = 1 << 15  # of a block that one program evaluates; more do not fit its registers
+MAX_KEPT = 64  # masks and kernels; the least recently made go first
 
 
 class BlockStates:
-    """Masks captured once, and the kernels of each size of block; safe from several threads."""
+    """Captured masks and their kernels, kept between calls; safe from several threads."""
 
     def __init__(self) -> None:
-        self._mods: OrderedDict[int, LiveMods] = OrderedDict()
+        self._mods: OrderedDict[int, LiveMods] = OrderedDict()  # by id; LiveMods keep their callables alive
         self._kernels: OrderedDict[Hashable, TableKernels] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, mask_mod: Mod, grid: MaskGrid, device: torch.device) -> torch.Tensor | None:
-        """Return int8 [batch, heads, rows, columns]: 0 empty, 1 partial, 2 full as torch has it.
+        """Return the exact state of every block, found by generated kernels.
 
-        None where kernels cannot tell: the mask is not captured, or the blocks or lengths are not of a kind they take.
+        Returns:
+            int8 [batch, heads, num_q_blocks, num_kv_blocks]: 0 where no pair is live, 2 where all are and the block
+            is not cut by an end of the data, else 1. None where kernels cannot tell: the mask cannot be captured, a
+            captured tensor lies elsewhere or a number is huge, or blocks are not of a size that they take.
         """
-        if not _takes(grid):
+        if not _is_taken(grid):
             return None
         try:
             with self._lock:
-                reading = _keep(self._mods, id(mask_mod), lambda: LiveMods(None, mask_mod), mask_mod).current()
+                reading = self._live(mask_mod).current()
                 launch = _launch(reading, grid, device)
-                kernels = self._of_form(reading, grid, launch) if _is_ordinary(launch) else None
-        except FlexgenError:  # what kernels do not take, torch's own operations may
-            return None
-        if kernels is None:
+                if any(buffer.device != device for buffer in reading.buffers) or not scalars_are_trusted(
+                    launch.scalars
+                ):
+                    return None
+                kernels = self._of_size(reading, grid, launch)
+        except FlexgenError:  # what flexgen does not capture, torch's own operations may evaluate
             return None
         table = kernels.build(launch, MaskValues((), ()), None)
-        states = kernels.states(launch, table)
-        return states.expand(grid.batch, grid.heads, -1, -1)
+        return kernels.states(launch, table).expand(grid.batch, grid.heads, -1, -1)
+
+    def _live(self, mask_mod: Mod) -> LiveMods:
+        found = self._mods.get(id(mask_mod))
+        if found is None:
+            found = self._mods[id(mask_mod)] = LiveMods(None, mask_mod)
+            if len(self._mods) > MAX_KEPT:
+                self._mods.popitem(last=False)
+        return found
+
+    def _of_size(self, reading: Reading, grid: MaskGrid, launch: Launch) -> TableKernels:
+        captured = reading.captured
+        wide = frozenset(name for name, buffer in launch.buffers.items() if is_wide(buffer))
+        wide |= {name for name, n in launch.scalars.items() if isinstance(n, int) and abs(n) > INDEX_LIMIT}
+        wide_index = max(grid.query_length, grid.key_length) >= INDEX_LIMIT
+        key = (id(captured), grid.q_block_size, grid.kv_block_size, launch.device, wide, wide_index)
+        kernels = self._kernels.get(key)
+        if kernels is None or kernels.owner is not captured:
+            simplified = simplify(captured.mods, captured.origins)
+            mask = simplified.mods.mask
+            assert mask is not None
+            sizes = (grid.q_block_size, grid.kv_block_size)
+            rule = block_rule(mask, simplified.origins)
+            plan = TablePlan(target_of(launch.device), rule, *sizes, Axis.KV, wide, wide_index, exact=True, num_warps=8)
+            source = emit_block_table(mask, simplified.origins, plan)
+            kernels = self._kernels[key] = TableKernels(source, plan, captured)
+            if len(self._kernels) > MAX_KEPT:
+                self._kernels.popitem(last=False)
+        return kernels
+
+
+def _is_taken(grid: MaskGrid) -> bool:
+    sides = (grid.q_block_size, grid.kv_block_size)
+    powers = all(side >= 16 and side & (side - 1) == 0 for side in sides)
+    extents = (grid.batch, grid.heads, grid.query_length, grid.key_length)
+    return powers and sides[0] * sides[1] <= MAX_BLOCK_PAIRS and 0 not in extents
+
+
+def _launch(reading: Reading, grid: MaskGrid, device: torch.device) -> Launch:
+    mods = reading.captured.mods
+    return Launch(
+        batch=grid.batch,
+        q_heads=grid.heads,
+        kv_heads=grid.heads,
+        q_len=grid.query_length,
+        kv_len=grid.key_length,
+        tensors={"query": torch.empty(0, device=device)},
+        scale=1.0,
+        buffers=dict(zip((buffer.name for buffer in mods.buffers), reading.buffers, strict=True)),
+        scalars=dict(zip((scalar.name for scalar in mods.scalars), reading.scalars, strict=True)),
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-BACKWARD = "Backward kernels only: refused until flexgen compiles them."
+BACKWARD = "Backward kernels only."
 AMD = "AMD targets only."
 
 
@@ -83,7 +83,15 @@ OPTION_DOCS: Mapping[str, OptionDoc] = MappingProxyType(
             "index is read. Checked against the lists.",
             True,
         ),
-        "WRITE_DQ": OptionDoc(_FLAG, "-", "Write dQ from the dQ kernel.", True, BACKWARD),
+        "WRITE_DQ": OptionDoc(
+            _FLAG,
+            "-",
+            "Which kernel accumulates the gradient of a captured tensor whose element depends on both query and key, "
+            "or on neither: the one of dQ (True), or the one of dK and dV (False). By default that of dQ, unless only "
+            "the other one runs.",
+            True,
+            BACKWARD,
+        ),
         "FORCE_USE_FLEX_ATTENTION": OptionDoc(
             _FLAG, "False", "Use the general forward kernel also for few queries: selects the TRITON backend.", True
         ),

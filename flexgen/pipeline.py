@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexgen.backends import choose_backend
 from flexgen.capture.live import Captured
 from flexgen.codegen.block_table_emit import TableSource, emit_block_table
-from flexgen.codegen.emit_backward import emit_backward, emit_delta, kernel_of
+from flexgen.codegen.emit_backward import emit_backward, emit_delta
 from flexgen.codegen.source import KernelSource
 from flexgen.ir.grad import score_grad
 from flexgen.ir.graph import Axis, Graph, Mods
@@ -22,6 +21,7 @@ from flexgen.lowering.schedule import backward_schedule, forward_schedule
 from flexgen.lowering.table_plan import TablePlan
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
+from flexgen.lowering.triton.backward_tasks import backward_tasks
 from flexgen.lowering.triton.choose import Question
 from flexgen.lowering.triton.choose_backward import choose_backward, choose_delta
 from flexgen.lowering.triton.choose_table import TABLE_TIERS, TableChoice, choose_table
@@ -121,11 +121,34 @@ def compile_forward(
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardSources:
-    """The emitted backward kernels of a configuration, with their plans."""
+class Wanted:
+    """Which gradients a backward computes.
+
+    Attributes:
+        inputs: of "query", "key" and "value".
+        buffers: names of captured buffers.
+        from_logsumexp: the loss depends on the logsumexp.
+        deterministic: sums do not depend on the order in which programs run.
+    """
+
+    inputs: frozenset[str]
+    buffers: frozenset[str]
+    from_logsumexp: bool
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardKernels:
+    """The planned and emitted backward kernels of a configuration, in the order in which they run.
+
+    Attributes:
+        delta: prepares the rows.
+        passes: the others.
+        score_grad: the gradients of the score_mod, if there is one.
+    """
 
     delta: tuple[KernelSource, DeltaPlan]
-    grads: Mapping[BackwardKernel, tuple[KernelSource, BackwardPlan]]
+    passes: tuple[tuple[KernelSource, BackwardPlan], ...]
     score_grad: ScoreGrad | None
 
 
@@ -137,27 +160,16 @@ def compile_backward(
     options: KernelOptions,
     *,
     trusted: bool,
-    wanted: frozenset[str],
-    scatter: tuple[str, ...],
-    has_grad_logsumexp: bool,
-) -> BackwardSources:
-    """Decide the backward plans that the wanted gradients need, and emit their kernels.
-
-    Args:
-        wanted: "query", "key", "value", and anything else for captured buffers.
-        scatter: captured buffers whose gradient is wanted.
-        has_grad_logsumexp: the loss depends on the logsumexp.
-    """
+    wanted: Wanted,
+) -> BackwardKernels:
+    """Decide the backward plans that the wanted gradients need, and emit their kernels."""
     mods = understood.mods
-    grad = score_grad(mods.score, frozenset(scatter), understood.origins) if mods.score else None
-    owners = {kernel_of(part.axes) for part in (grad.scatters if grad else ())}
-    needed = {BackwardKernel.DQ: "query" in wanted, BackwardKernel.DKDV: bool(wanted & {"key", "value"})}
-    grads = {}
-    for kernel in BackwardKernel:
-        if needed[kernel] or kernel in owners:
-            schedule = backward_schedule(understood.facts, kernel is BackwardKernel.DQ, problem.table, trusted=trusted)
-            question = Question(problem, guard, target, options, mods, understood.facts, schedule)
-            plan = choose_backward(question, kernel, scatter)
-            grads[kernel] = (emit_backward(mods, understood.origins, grad, plan), plan)
-    delta = choose_delta(problem, guard, target, has_grad_logsumexp=has_grad_logsumexp)
-    return BackwardSources((emit_delta(delta), delta), grads, grad)
+    grad = score_grad(mods.score, wanted.buffers, understood.origins) if mods.score else None
+    passes = []
+    for task in backward_tasks(grad, wanted.inputs, options.WRITE_DQ, deterministic=wanted.deterministic):
+        schedule = backward_schedule(understood.facts, task.kernel is BackwardKernel.DQ, problem.table, trusted=trusted)
+        question = Question(problem, guard, target, options, mods, understood.facts, schedule)
+        plan = choose_backward(question, task)
+        passes.append((emit_backward(mods, understood.origins, grad, plan), plan))
+    delta = choose_delta(problem, guard, target, has_grad_logsumexp=wanted.from_logsumexp)
+    return BackwardKernels((emit_delta(delta), delta), tuple(passes), grad)

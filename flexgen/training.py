@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from flexgen.lowering.targets import Target
-from flexgen.lowering.triton.backward_plan import BackwardKernel
+from flexgen.lowering.triton.backward_plan import Accumulation, BackwardPlan
 from flexgen.options import KernelOptions
-from flexgen.pipeline import BackwardSources, Understood, compile_backward
-from flexgen.problem import Problem
+from flexgen.pipeline import BackwardKernels, Understood, Wanted, compile_backward
+from flexgen.problem import Guard, Problem
 from flexgen.runtime.block_table import BlockTable
 from flexgen.runtime.describe import Launch, describe_guard, describe_problem, scalars_are_trusted
 from flexgen.runtime.differentiable import Gradients, Saved
+from flexgen.runtime.fixed_point import scale_for, to_float
 from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.lists import column_lists, table_lists
+
+INPUTS = frozenset({"query", "key", "value"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +45,20 @@ class Basis:
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """The loaded backward kernels of one configuration."""
+    """The loaded backward kernels of one configuration, in the order in which they run."""
 
     delta: Kernel
-    grads: Mapping[BackwardKernel, Kernel]
+    passes: tuple[tuple[Kernel, BackwardPlan], ...]
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Names of the gradients that some kernel stores."""
+        return frozenset(
+            f"grad_{name}"
+            for _, plan in self.passes
+            for name in ("query", "key", "value")
+            if getattr(plan, f"WRITE_GRAD_{name.upper()}")
+        )
 
 
 class Training:
@@ -71,53 +84,69 @@ class Training:
         """Return the wanted gradients by name; see `Step.backward`."""
         names = [buffer.name for buffer in basis.understood.captured.mods.buffers]
         buffers = dict(zip(names, saved.buffers, strict=True))
-        scatter = tuple(name for index, name in enumerate(names) if f"buffer {index}" in wanted)
+        task = Wanted(
+            inputs=wanted & INPUTS,
+            buffers=frozenset(name for index, name in enumerate(names) if f"buffer {index}" in wanted),
+            from_logsumexp=grad_logsumexp is not None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
         launch = _launch(basis, saved, grad_output, buffers)
-        outputs = _allocate(launch, scatter)
+        outputs = _allocate(launch, task)
         if grad_logsumexp is not None:
             outputs["grad_logsumexp"] = grad_logsumexp
-        kernels = self._compiled(basis, launch, outputs, wanted, scatter)
-        for kernel in (kernels.delta, *kernels.grads.values()):
-            kernel.run(launch, outputs)
+        _run(self._compiled(basis, launch, outputs, task), launch, outputs)
         return _collect(wanted, names, buffers, outputs)
 
-    def _compiled(
-        self,
-        basis: Basis,
-        launch: Launch,
-        outputs: Mapping[str, torch.Tensor],
-        wanted: frozenset[str],
-        scatter: tuple[str, ...],
-    ) -> _Kernels:
-        has_grad_logsumexp = "grad_logsumexp" in outputs
-        tiles = {name: tensor for name, tensor in {**launch.tensors, **outputs}.items() if tensor.dim() == 4}
-        described = replace(launch, tensors={n: t for n, t in tiles.items() if not n.startswith("grad of ")})
-        problem = _problem(basis, described)
-        guard = describe_guard(described, 0, basis.understood.facts.rows_safe)
+    def _compiled(self, basis: Basis, launch: Launch, outputs: Mapping[str, torch.Tensor], wanted: Wanted) -> _Kernels:
+        problem, guard = _described(basis, launch, outputs)
         captured = basis.understood.captured
         trusted = scalars_are_trusted(launch.scalars)
-        key = (id(captured), problem, guard, basis.target.name, wanted, scatter, has_grad_logsumexp, trusted)
+        key = (id(captured), problem, guard, basis.target.name, wanted, trusted)
         with self._lock:
             found = self._kernels.get(key)
             if found is None or found.delta.owner is not captured:
-                sources = compile_backward(
-                    basis.understood,
-                    problem,
-                    guard,
-                    basis.target,
-                    self._options,
-                    trusted=trusted,
-                    wanted=wanted,
-                    scatter=scatter,
-                    has_grad_logsumexp=has_grad_logsumexp,
+                kernels = compile_backward(
+                    basis.understood, problem, guard, basis.target, self._options, trusted=trusted, wanted=wanted
                 )
-                found = self._kernels[key] = _load(sources, captured)
+                found = self._kernels[key] = _load(kernels, captured)
         return found
 
 
-def _load(sources: BackwardSources, owner: object) -> _Kernels:
-    grads = {kernel: Kernel(source, plan, owner) for kernel, (source, plan) in sources.grads.items()}
-    return _Kernels(Kernel(sources.delta[0], sources.delta[1], owner), grads)
+def _load(kernels: BackwardKernels, owner: object) -> _Kernels:
+    passes = tuple((Kernel(source, plan, owner), plan) for source, plan in kernels.passes)
+    return _Kernels(Kernel(*kernels.delta, owner), passes)
+
+
+def _run(kernels: _Kernels, launch: Launch, outputs: dict[str, torch.Tensor]) -> None:
+    """Launch every kernel; between measuring and summing in fixed point, set the scales."""
+    for name in outputs.keys() & {f"grad_{name}" for name in INPUTS} - kernels.written:
+        outputs[name].zero_()
+    if kernels.passes:
+        kernels.delta.run(launch, outputs)
+    for number, (kernel, plan) in enumerate(kernels.passes):
+        if plan.accumulation is Accumulation.FIXED:
+            _set_scales(kernels.passes[number:], launch, outputs)
+        kernel.run(launch, outputs)
+
+
+def _set_scales(
+    passes: Sequence[tuple[Kernel, BackwardPlan]], launch: Launch, outputs: dict[str, torch.Tensor]
+) -> None:
+    """Set the scale of each buffer's sums, once; `passes` are those that sum."""
+    buffers = {site.buffer for _, plan in passes for site in plan.scatter}
+    for name in sorted(buffers):
+        if f"scale of {name}" not in outputs:
+            sites = sum(site.buffer == name for _, plan in passes for site in plan.scatter)
+            count = sites * launch.batch * launch.q_heads * launch.q_len * launch.kv_len
+            outputs[f"scale of {name}"] = scale_for(outputs[f"largest of {name}"], count)
+
+
+def _described(basis: Basis, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> tuple[Problem, Guard]:
+    """Return what the plans may rely on: of the inputs and of their gradients."""
+    grads = {name: outputs[name] for name in (f"grad_{name}" for name in sorted(INPUTS)) if name in outputs}
+    tiles = {name: tensor for name, tensor in launch.tensors.items() if tensor.dim() == 4}
+    described = replace(launch, tensors={**tiles, **grads})
+    return _problem(basis, described), describe_guard(described, 0, basis.understood.facts.rows_safe)
 
 
 def _launch(basis: Basis, saved: Saved, grad_output: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> Launch:
@@ -149,17 +178,22 @@ def _problem(basis: Basis, launch: Launch) -> Problem:
     )
 
 
-def _allocate(launch: Launch, scatter: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Allocate gradients: of tensors uninitialised, in their own order of heads and rows; of buffers zeroed."""
+def _allocate(launch: Launch, wanted: Wanted) -> dict[str, torch.Tensor]:
+    """Allocate gradients: of tensors uninitialised, in their own order of heads and rows; of buffers zeroed.
+
+    Deterministic sums of buffers are 64-bit integers; beside them goes the largest magnitude of what they sum.
+    """
     query = launch.tensors["query"]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     rows = (launch.batch, launch.q_heads, launch.q_len)
     outputs = {name: query.new_empty(rows, dtype=dtype) for name in ("delta", "row_shift")}
-    for name in ("query", "key", "value"):
-        outputs[f"grad_{name}"] = _like(launch.tensors[name])
-    for name in scatter:
+    outputs |= {f"grad_{name}": _like(launch.tensors[name]) for name in sorted(wanted.inputs)}
+    sums = torch.int64 if wanted.deterministic else dtype
+    for name in sorted(wanted.buffers):
         buffer = launch.buffers[name]
-        outputs[f"grad of {name}"] = torch.zeros(buffer.shape, dtype=dtype, device=buffer.device)
+        outputs[f"grad of {name}"] = torch.zeros(buffer.shape, dtype=sums, device=buffer.device)
+        if wanted.deterministic:
+            outputs[f"largest of {name}"] = query.new_zeros((), dtype=dtype)
     return outputs
 
 
@@ -173,8 +207,13 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 def _collect(
     wanted: frozenset[str], names: list[str], buffers: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
 ) -> Gradients:
-    found: Gradients = {name: outputs[f"grad_{name}"] for name in ("query", "key", "value") if name in wanted}
+    found: Gradients = {name: outputs[f"grad_{name}"] for name in INPUTS & wanted}
     for index, name in enumerate(names):
         if f"buffer {index}" in wanted:
-            found[f"buffer {index}"] = outputs[f"grad of {name}"].to(buffers[name].dtype)
+            found[f"buffer {index}"] = _sum(name, outputs).to(buffers[name].dtype)
     return found
+
+
+def _sum(name: str, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    total, scale = outputs[f"grad of {name}"], outputs.get(f"scale of {name}")
+    return total if scale is None else to_float(total, scale, outputs[f"largest of {name}"])

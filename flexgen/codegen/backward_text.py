@@ -10,13 +10,12 @@ import torch
 
 from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, WalkedAxis
 from flexgen.codegen.dialects.triton import pointer_type, type_name
-from flexgen.codegen.forward_text import Checked
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.scatter_printer import PrintedScatter, ScatterCalls, calls
 from flexgen.codegen.sides import Side, dim_mask
 from flexgen.codegen.source import Arg, Role
-from flexgen.codegen.walk_text import gap_count, grouped, span, walks_of
+from flexgen.codegen.walk_text import Checked, gap_count, grouped, span, walks_of
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan
 
@@ -79,6 +78,7 @@ class BackwardHoles:
     live: Checked
     counts: Checked
     scatters: tuple[ScatterCalls, ...]
+    sums: str
     results: str
     bounds: tuple[str, ...]
     visits: tuple[tuple[str, ...], ...]
@@ -172,7 +172,8 @@ class BackwardText:
             live=self._live(),
             counts=self._counts(),
             scatters=tuple(self._scatter_calls()),
-            results=self._results(),
+            sums=self._sums(),
+            results=", ".join(self._carried_names()),
             bounds=self.ranges.lines if self.ranges else (),
             visits=tuple(self._visit(span(walk, self.gaps), walk.checked, "", prefix) for walk in self.walks),
             lists=tuple(self._lists(prefix)),
@@ -267,9 +268,22 @@ class BackwardText:
 
     # Parameters and calls.
 
-    def _results(self) -> str:
-        grads = ["grad_query"] if self.is_dq else ["grad_key", "grad_value"]
-        return ", ".join(grads + [scatter.carried for scatter in self.scatters if scatter.carried])
+    def _written(self) -> list[str]:
+        """Return the gradients that the kernel stores."""
+        plan = self.plan
+        written = {"query": plan.WRITE_GRAD_QUERY, "key": plan.WRITE_GRAD_KEY, "value": plan.WRITE_GRAD_VALUE}
+        return [f"grad_{name}" for name, is_written in written.items() if is_written]
+
+    def _carried_names(self) -> list[str]:
+        """Return what the loop adds up in registers."""
+        return [*self._written(), *(scatter.carried for scatter in self.scatters if scatter.carried)]
+
+    def _sums(self) -> str:
+        return " and ".join(self._written()) or "the gradients of captured tensors"
+
+    def _tensors(self) -> list[str]:
+        """Return the tensors that the kernel reads; weights alone need no values."""
+        return [name for name in TENSORS if name != "value" or self.plan.differentiates_scores]
 
     def _captured_args(self) -> tuple[Arg, ...]:
         printed = [mod for mod in (self.score, self.mask, self.grad) if mod is not None]
@@ -277,23 +291,24 @@ class BackwardText:
         return tuple(dict.fromkeys([*args, *(arg for scatter in self.scatters for arg in scatter.args)]))
 
     def _own_names(self) -> list[str]:
-        carried = [scatter.carried for scatter in self.scatters if scatter.carried]
-        if self.is_dq:
-            return ["grad_query", *carried, "query", "grad_output", "row_shift", "delta"]
-        return ["grad_key", "grad_value", *carried, "key", "value"]
+        own = ["query", "grad_output", "row_shift", "delta"] if self.is_dq else ["key", "value"]
+        return [*self._carried_names(), *(name for name in own if name != "value" or name in self._tensors())]
 
     def _walked_names(self) -> list[str]:
         tensors = ("key", "value") if self.is_dq else ("query", "grad_output")
         suffix = "kv" if self.is_dq else "q"
         names = [name for t in tensors for name in (f"{t}_ptr", f"{t}_stride_{suffix}")]
         names += [f"{t}_stride_d" for t in tensors if t not in self.plan.unit_stride]
-        names += [] if self.is_dq else ["row_shift_ptr", "delta_ptr"]
+        names += [] if self.is_dq else [f"{name}_ptr" for name in self._statistics()]
         names += ["sm_scale"] if self.plan.SM_SCALE is None else []
         names += ["KV_LEN" if self.is_dq else "Q_LEN"] if self.walked.exists else []
         uses_indices = self.score or self.mask or self.grad or self.scatters
         names += ["b", "h", "q_idx" if self.is_dq else "kv_idx"] if uses_indices else []
         names += [self.own.exists] if self.scatters and self.own.exists else []
         return names
+
+    def _statistics(self) -> tuple[str, ...]:
+        return ("row_shift", "delta") if self.plan.differentiates_scores else ("row_shift",)
 
     def _captured_names(self) -> list[str]:
         return [arg.name for arg in self._captured_args()]
@@ -307,7 +322,7 @@ class BackwardText:
         yield f"first, last{gaps}" + (", CHECKED: tl.constexpr" if self.two_kinds else "")
 
     def _visit(self, ends: str, checked: bool, table: str, prefix: str) -> tuple[str, ...]:
-        shifted = {f"{name}_ptr": f"{name}_ptr + aux_offset" for name in ("row_shift", "delta")}
+        shifted = {f"{name}_ptr": f"{name}_ptr + aux_offset" for name in self._statistics()}
         moved = {f"{name}_ptr": f"{prefix}{name}_ptr" for name in ("query", "grad_output")}
         names = [{**shifted, **moved}.get(name, name) for name in self._walked_names()]
         lines = [", ".join(self._own_names()), *grouped(names, 6), *grouped(self._captured_names(), 5)]
@@ -323,16 +338,15 @@ class BackwardText:
             yield ListVisit(f"{full}{axis}_num_blocks", indices, self._visit("0, last", full == "", table, prefix))
 
     def _args(self) -> Iterable[Arg]:
-        plan = self.plan
-        grads = ("grad_query",) if self.is_dq else ("grad_key", "grad_value")
-        dtypes = dict.fromkeys((*TENSORS, *grads), plan.query_dtype)
-        dtypes |= {"key": plan.key_dtype, "value": plan.value_dtype}
-        dtypes |= dict.fromkeys(("row_shift", "delta"), plan.accumulator_dtype)
+        plan, grads = self.plan, self._written()
+        dtypes = dict.fromkeys((*self._tensors(), *grads), plan.query_dtype)
+        dtypes |= {"key": plan.key_dtype} | ({"value": plan.value_dtype} if "value" in dtypes else {})
+        dtypes |= dict.fromkeys(self._statistics(), plan.accumulator_dtype)
         args = [
             Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(dtype), True) for name, dtype in dtypes.items()
         ]
         args += list(self._table_args()) if self.table else []
-        for tensor in (*TENSORS, *grads):
+        for tensor in (*self._tensors(), *grads):
             args += self._stride_args(tensor)
         args += [Arg(name, Role.LENGTH, name, None, "i32", False) for name in ("Q_LEN", "KV_LEN", "Q_HEADS")]
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)

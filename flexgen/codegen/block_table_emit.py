@@ -76,4 +76,3 @@ def _header(mask: Graph, plan: TablePlan) -> str:
     rows = [("mask_mod", mask.name), ("blocks", f"{plan.q_block_size} queries x {plan.kv_block_size} keys")]
     body = "\n".join(row(label, text) for label, text in (*rows, *plan.rule.describe()))
     return f'"""Block table of a mask, for {plan.target.name}. Written by flexgen.\n\n{body}\n"""'
-

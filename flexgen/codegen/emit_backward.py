@@ -14,7 +14,7 @@ from flexgen.codegen.key import kernel_key
 from flexgen.codegen.mod_printer import PrintedLine, PrintedMod, print_function, print_mod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.render import render
-from flexgen.codegen.scatter_printer import print_scatters
+from flexgen.codegen.scatter_printer import PrintedScatter, print_scatters
 from flexgen.codegen.source import Arg, KernelSource, Role
 from flexgen.codegen.wrap import wrap_long_lines
 from flexgen.ir.graph import Axis, Mods
@@ -46,10 +46,7 @@ def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: Ba
     score = print_mod(mods.score, origins, context, plan.accumulator_dtype) if mods.score else None
     mask = print_mod(mods.mask, origins, context, plan.accumulator_dtype) if mods.mask else None
     through = _print_grad(grad, context, plan) if grad else None
-    walked = Axis.KV if plan.kernel is BackwardKernel.DQ else Axis.Q
-    wanted = [scatter for scatter in (grad.scatters if grad else ()) if scatter.buffer in plan.scatter]
-    here = [scatter for scatter in wanted if kernel_of(scatter.axes) is plan.kernel]
-    scatters = print_scatters(grad, here, walked, context, plan.accumulator_dtype) if grad else ()
+    scatters = _print_scatters(grad, context, plan) if grad else ()
     holes = BackwardText(plan, score, mask, through, scatters, context).holes()
     printed = [mod for mod in (score, mask, through) if mod is not None]
     text = render_kernel(
@@ -64,19 +61,16 @@ def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: Ba
     return KernelSource(text, plan.kernel.value, holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
 
 
-def kernel_of(axes: frozenset[Axis]) -> BackwardKernel:
-    """Return the kernel that accumulates a gradient whose element depends on these axes.
-
-    Where it depends on the key but not on the query, dK/dV sums over queries before it writes; else dQ does.
-    """
-    return BackwardKernel.DKDV if Axis.KV in axes and Axis.Q not in axes else BackwardKernel.DQ
-
-
 def _print_grad(grad: ScoreGrad, context: PrintContext, plan: BackwardPlan) -> PrintedMod | None:
-    if grad.is_identity:
+    if grad.is_identity or not (plan.WRITE_GRAD_QUERY or plan.WRITE_GRAD_KEY):
         return None
     doc = "The gradient of each raw score, from that of what score_mod returned."
     return print_function("score_grad", doc, GRAD_INPUTS, grad.dscore, grad.origins, context, plan.accumulator_dtype)
+
+
+def _print_scatters(grad: ScoreGrad, context: PrintContext, plan: BackwardPlan) -> tuple[PrintedScatter, ...]:
+    walked = Axis.KV if plan.kernel is BackwardKernel.DQ else Axis.Q
+    return print_scatters(grad, plan.scatter, walked, context, plan.accumulator_dtype, plan.accumulation)
 
 
 class _Printed(Protocol):

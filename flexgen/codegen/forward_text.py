@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,20 +12,15 @@ from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, Segment
 from flexgen.codegen.dialects.triton import pointer_type, type_name
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
+from flexgen.codegen.sides import Side, dim_mask
 from flexgen.codegen.source import Arg, Role
+from flexgen.codegen.tile_args import dot_options, stride_args
+from flexgen.codegen.walk_text import Checked, gap_count, grouped, span, walks_of
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.triton.plan import ForwardPlan
 
 LISTS = ("kv_num_blocks", "kv_indices")
 DERIVED_LISTS = ("kv_num_blocks", "full_kv_num_blocks", "kv_offsets", "kv_indices")
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A text for steps that apply the mask, and one for steps that need not."""
-
-    checked: str
-    unchecked: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +61,6 @@ class ForwardHoles:
     prelude: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Tiles [lo, hi), by the names of their bounds."""
-
-    lo: str
-    hi: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Walk:
-    """Runs of tiles, ascending, that one loop visits."""
-
-    checked: bool
-    runs: tuple[_Run, ...]
-
-
 class ForwardText:
     """Computes the holes for one plan and its printed mods."""
 
@@ -104,12 +82,17 @@ class ForwardText:
         self.row = "row" if plan.index_map.has_offsets else "q_idx"
         self.column_limit = self._column_limit()
         self.two_kinds = self._needs_two_kinds()
-        self.walks = self._walks()
-        self.gaps = tuple(range(max((len(walk.runs) - 1 for walk in self.walks), default=0)))
+        self.walks = walks_of(self._segments, masked=mask is not None or not plan.IS_DIVISIBLE)
+        self.gaps = gap_count(self.walks)
+        unit = {*plan.unit_stride, "output"}
+        self.rows = Side(self.row, "row_exists" if self.rows_masked else "", "q", plan.wide, unit)
+        self.keys = Side(self.column, "column_exists" if self.column_limit else "", "kv", plan.wide, unit)
 
     def holes(self) -> ForwardHoles:
         plan = self.plan
         args = self._forward_args()
+        qk = dim_mask("qk_dim", plan.QK_HEAD_DIM, plan.QK_HEAD_DIM_ROUNDED)
+        v = dim_mask("v_dim", plan.V_HEAD_DIM, plan.V_HEAD_DIM_ROUNDED)
         return ForwardHoles(
             table=self.table,
             derived=self.derived,
@@ -120,18 +103,18 @@ class ForwardText:
             column=self.column,
             row=self.row,
             uses_columns=not plan.USE_TMA or bool(self.column_limit) or self._uses_kv_idx,
-            gaps=self.gaps,
+            gaps=tuple(range(self.gaps)),
             column_limit=self.column_limit,
-            key_address=self._key_address("key", "qk_dim"),
-            value_address=self._key_address("value", "v_dim"),
-            query_address=self._row_address("query", "qk_dim"),
-            output_address=self._row_address("output", "v_dim"),
-            key_masks=self._key_masks("qk_dim", plan.QK_HEAD_DIM, plan.QK_HEAD_DIM_ROUNDED),
-            value_masks=self._key_masks("v_dim", plan.V_HEAD_DIM, plan.V_HEAD_DIM_ROUNDED),
-            query_mask=self._row_mask("qk_dim", plan.QK_HEAD_DIM, plan.QK_HEAD_DIM_ROUNDED),
-            output_mask=self._row_mask("v_dim", plan.V_HEAD_DIM, plan.V_HEAD_DIM_ROUNDED),
+            key_address=self.keys.address("key", "qk_dim"),
+            value_address=self.keys.address("value", "v_dim"),
+            query_address=self.rows.address("query", "qk_dim", self._head_offset("query")),
+            output_address=self.rows.address("output", "v_dim", self._head_offset("output")),
+            key_masks=self._key_masks(qk),
+            value_masks=self._key_masks(v),
+            query_mask=self.rows.mask(qk),
+            output_mask=self.rows.mask(v),
             row_mask="row_exists" if self.rows_masked else "",
-            dot_options=self._dot_options(),
+            dot_options=dot_options(plan),
             scale=self._scale,
             scale_score=not plan.PRESCALE_QK and not plan.FOLD_SCALE and plan.SM_SCALE != 1.0,
             exponent_scale="SCALE_LOG2_E" if plan.FOLD_SCALE else "LOG2_E",
@@ -223,35 +206,13 @@ class ForwardText:
 
     # Loads and stores.
 
-    def _key_address(self, tensor: str, dim: str) -> str:
-        column = f"{self.column}[:, None]" + (".to(tl.int64)" if tensor in self.plan.wide else "")
-        return f"{tensor}_ptr + {column} * {tensor}_stride_kv + {self._dim_offset(tensor, dim)}"
+    def _head_offset(self, tensor: str) -> str:
+        """The offset of each row's own head, where a tile holds rows of several."""
+        return f"head * {tensor}_stride_h + " if self.packs else ""
 
-    def _row_address(self, tensor: str, dim: str) -> str:
-        row = f"{self.row}[:, None]" + (".to(tl.int64)" if tensor in self.plan.wide else "")
-        head = f"head * {tensor}_stride_h + " if self.packs else ""
-        return f"{tensor}_ptr + {head}{row} * {tensor}_stride_q + {self._dim_offset(tensor, dim)}"
-
-    def _dim_offset(self, tensor: str, dim: str) -> str:
-        unit = tensor == "output" or tensor in self.plan.unit_stride
-        return f"{dim}[None, :]" if unit else f"{dim}[None, :] * {tensor}_stride_d"
-
-    def _key_masks(self, dim: str, size: int, rounded: int) -> Checked:
-        dim_mask = _dim_mask(dim, size, rounded)
-        exists = "column_exists[:, None]" if self.column_limit else ""
-        checked = " & ".join(term for term in (exists, dim_mask) if term)
+    def _key_masks(self, head_dim: str) -> Checked:
         everywhere = self.table or not self.two_kinds
-        return Checked(checked, checked if everywhere else dim_mask)
-
-    def _row_mask(self, dim: str, size: int, rounded: int) -> str:
-        exists = "row_exists[:, None]" if self.rows_masked else ""
-        return " & ".join(term for term in (exists, _dim_mask(dim, size, rounded)) if term)
-
-    def _dot_options(self) -> str:
-        is_float32 = self.plan.query_dtype in (torch.float32, torch.float64)
-        precision = f', input_precision="{self.plan.FLOAT32_PRECISION}"' if is_float32 else ""
-        out = ", out_dtype=tl.float64" if self.plan.accumulator_dtype == torch.float64 else ""
-        return precision + out
+        return Checked(self.keys.mask(head_dim), self.keys.mask(head_dim, check=everywhere))
 
     # Parameters and calls.
 
@@ -273,19 +234,19 @@ class ForwardText:
         names += ["b", "h", "q_idx"] if self._uses_kv_idx else []
         return names + [arg.name for arg in self._captured_args()]
 
-    def _grouped_names(self) -> list[list[str]]:
+    def _lines_of_names(self) -> list[str]:
         """The names that attend takes, in the lines that its definition and its calls share."""
         shared = self._shared()
         captured = {arg.name for arg in self._captured_args()}
         own = [name for name in shared[4:] if name not in captured]
         mods = [name for name in shared[4:] if name in captured]
-        return [shared[:4], *_grouped(own, 8), *_grouped(mods, 5)]
+        return [", ".join(shared[:4]), *grouped(own, 8), *grouped(mods, 5)]
 
     def _attend_params(self) -> Iterable[str]:
-        yield from map(", ".join, self._grouped_names())
+        yield from self._lines_of_names()
         if self.table:
             yield "kv_indices_ptr, tiles_per_block"
-        yield ", ".join(["first", "last", *(f"gap_{n}, width_{n}" for n in self.gaps)]) + (
+        yield ", ".join(["first", "last", *(f"gap_{n}, width_{n}" for n in range(self.gaps))]) + (
             ", CHECKED: tl.constexpr" if self.two_kinds else ""
         )
 
@@ -298,29 +259,10 @@ class ForwardText:
                 yield self._visit(f"{indices} + listed, tiles_per_block", "0, last", False)
             return
         for walk in self.walks:
-            gaps = [_gap(left, right) for left, right in itertools.pairwise(walk.runs)]
-            gaps += [f"{walk.runs[-1].hi}, 0"] * (len(self.gaps) - len(gaps))
-            yield self._visit("", ", ".join([walk.runs[0].lo, walk.runs[-1].hi, *gaps]), walk.checked)
+            yield self._visit("", span(walk, self.gaps), walk.checked)
 
     def _visit(self, table: str, span: str, checked: bool) -> tuple[str, ...]:
-        names = [", ".join(group) for group in self._grouped_names()]
-        return (*names, *([table] if table else []), span + (f", {checked}" if self.two_kinds else ""))
-
-    def _walks(self) -> tuple[_Walk, ...]:
-        """The calls of attend: the tiles that need the mask, then those that do not, each in one loop."""
-        if not self._segments:
-            return ()
-        if not self.two_kinds:
-            return (_Walk(True, tuple(_Run(s.lo, s.hi) for s in self._segments)),)
-        edges, full = [], []
-        for segment in self._segments:
-            if segment.full_lo is None or segment.full_hi is None:
-                edges.append(_Run(segment.lo, segment.hi))
-                continue
-            edges += [_Run(segment.lo, segment.full_lo)] if segment.left_edge else []
-            edges.append(_Run(segment.full_hi, segment.hi))
-            full.append(_Run(segment.full_lo, segment.full_hi))
-        return (_Walk(False, tuple(full)), _Walk(True, tuple(edges)))
+        return (*self._lines_of_names(), *([table] if table else []), span + (f", {checked}" if self.two_kinds else ""))
 
     def _forward_args(self) -> tuple[Arg, ...]:
         plan = self.plan
@@ -328,7 +270,7 @@ class ForwardText:
         args = [_pointer(name, self._dtype(name)) for name in ("query", "key", "value", *outputs)]
         args += list(self._table_args()) if self.table else []
         for tensor, row in (("query", "q"), ("key", "kv"), ("value", "kv"), ("output", "q")):
-            args += self._stride_args(tensor, row)
+            args += stride_args(tensor, row, plan, {*plan.unit_stride, "output"})
         lengths = ["Q_LEN", "KV_LEN", "Q_HEADS", *["Q_OFFSET", "KV_OFFSET"] * plan.index_map.has_offsets]
         args += [Arg(name, Role.LENGTH, name, None, "i32", False) for name in lengths]
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
@@ -344,19 +286,6 @@ class ForwardText:
         }
         return dtypes.get(tensor, self.plan.accumulator_dtype)
 
-    def _stride_args(self, tensor: str, row: str) -> list[Arg]:
-        kinds: dict[str, tuple[int, str]] = {
-            "b": (0, "i64"),
-            "h": (1, "i64"),
-            row: (2, "i64" if tensor in self.plan.wide else "i32"),
-        }
-        if tensor != "output" and tensor not in self.plan.unit_stride:
-            kinds["d"] = (3, "i64" if tensor in self.plan.wide else "i32")
-        return [
-            Arg(f"{tensor}_stride_{axis}", Role.TENSOR_STRIDE, tensor, dim, kind, True)
-            for axis, (dim, kind) in kinds.items()
-        ]
-
     def _table_args(self) -> Iterable[Arg]:
         if self.derived:
             yield from (Arg(f"{name}_ptr", Role.TABLE, name, None, "*i32", True) for name in DERIVED_LISTS)
@@ -371,23 +300,9 @@ class ForwardText:
                 yield Arg(f"{name}_stride_{axis}", Role.TABLE_STRIDE, name, dim, "i32", False)
 
 
-def _gap(left: _Run, right: _Run) -> str:
-    """The tiles between two runs, as the loop takes them: where they start, and how many they are."""
-    return f"{left.hi}, {right.lo} - {left.hi}"
-
-
 def _pointer(name: str, dtype: torch.dtype) -> Arg:
     return Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(dtype), True)
 
 
-def _dim_mask(dim: str, size: int, rounded: int) -> str:
-    name = "QK_HEAD_DIM" if dim == "qk_dim" else "V_HEAD_DIM"
-    return "" if size == rounded else f"({dim} < {name})[None, :]"
-
-
 def _mentions(text: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", text) is not None
-
-
-def _grouped(names: list[str], size: int) -> Iterable[list[str]]:
-    return (names[start : start + size] for start in range(0, len(names), size))

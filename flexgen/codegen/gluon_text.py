@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, SegmentNames, WalkedAxis
 from flexgen.codegen.dialects.gluon import translate
 from flexgen.codegen.dialects.triton import SIGNATURE_NAMES, TYPE_NAMES, pointer_type
-from flexgen.codegen.gluon_live import PrintedLive, print_live
+from flexgen.codegen.gluon_live import print_live
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.source import Arg, Role

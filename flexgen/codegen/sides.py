@@ -24,11 +24,14 @@ class Side:
     wide: Collection[str]
     unit_stride: Collection[str]
 
-    def address(self, tensor: str, dim: str) -> str:
-        """Return the addresses of a tile [BLOCK, head dim] of a tensor; its pointer is at the right batch and head."""
+    def address(self, tensor: str, dim: str, head: str = "") -> str:
+        """Return the addresses of a tile [BLOCK, head dim] of a tensor.
+
+        Its pointer is at the right batch, and at the right head unless `head` is the offset of each row's head.
+        """
         position = f"{self.index}[:, None]" + (".to(tl.int64)" if tensor in self.wide else "")
         along = f"{dim}[None, :]" if tensor in self.unit_stride else f"{dim}[None, :] * {tensor}_stride_d"
-        return f"{tensor}_ptr + {position} * {tensor}_stride_{self.axis} + {along}"
+        return f"{tensor}_ptr + {head}{position} * {tensor}_stride_{self.axis} + {along}"
 
     def mask(self, dim_mask: str, *, check: bool = True) -> str:
         """Return the mask of such a tile, "" where none is needed."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 class Role(enum.Enum):
     """Where the launcher takes an argument's value from."""
 
-    TENSOR = "tensor"  # pointer to (or the copy engine's descriptor of) query, key, value, output, logsumexp, max_scores
+    TENSOR = (
+        "tensor"  # pointer to (or the copy engine's descriptor of) query, key, value, output, logsumexp, max_scores
+    )
     TENSOR_STRIDE = "tensor stride"  # stride of such a tensor, in elements
     TABLE = "table"  # pointer to one of the block table's index tensors
     TABLE_STRIDE = "table stride"

@@ -10,6 +10,14 @@ from flexgen.codegen.bounds_printer import SegmentNames
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """A text for steps that apply the mask, and one for steps that need not."""
+
+    checked: str
+    unchecked: str
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """Tiles [lo, hi), by the names of their bounds."""
 
@@ -34,7 +42,7 @@ def walks_of(segments: Sequence[SegmentNames], *, masked: bool) -> tuple[Walk, .
     if not segments:
         return ()
     if not masked or not any(segment.full_hi for segment in segments):
-        return (Walk(masked, tuple(Run(segment.lo, segment.hi) for segment in segments)),)
+        return (Walk(True, tuple(Run(segment.lo, segment.hi) for segment in segments)),)
     edges: list[Run] = []
     full: list[Run] = []
     for segment in segments:

@@ -185,7 +185,7 @@ def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
     """
     wide = {name for name, tensor in launch.tensors.items() if _row_span(tensor) >= INT32_END}
     wide |= {"output"} if output_span >= INT32_END else set()
-    wide |= {name for name, buffer in launch.buffers.items() if _is_wide(buffer)}
+    wide |= {name for name, buffer in launch.buffers.items() if is_wide(buffer)}
     wide |= {name for name, number in launch.scalars.items() if isinstance(number, int) and abs(number) > INDEX_LIMIT}
     length = max(launch.q_offset + launch.q_len, launch.kv_offset + launch.kv_len)
     return Guard(
@@ -229,7 +229,8 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _is_wide(buffer: torch.Tensor) -> bool:
+def is_wide(buffer: torch.Tensor) -> bool:
+    """Whether a captured tensor has sizes or element offsets that need 64 bits."""
     return _span(buffer) >= INT32_END or max(buffer.shape, default=0) >= SIZE_LIMIT
 
 

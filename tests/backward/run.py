@@ -51,8 +51,8 @@ def learned(make: Callable[..., Mod], *tensors: Tensor) -> Learned:
 
 def found(mod: Mod) -> Found:
     """Ask for the gradient of every floating tensor that a mod captured."""
-    tensors = [tensor for tensor in LiveMods(score_mod=mod).current(torch.float32).buffers if tensor.is_floating_point()]
-    return Found(mod, tuple(leaf(tensor) for tensor in tensors))
+    captured = LiveMods(score_mod=mod).current(torch.float32).buffers
+    return Found(mod, tuple(leaf(tensor) for tensor in captured if tensor.is_floating_point()))
 
 
 def fixed(mod: Mod | None) -> Learned:
@@ -162,9 +162,9 @@ class _Reference:
         return factor * magnitude(exact)
 
     def _eager_bound(self, score: Learned | Found, number: int, exact: Tensor) -> float:
-        """Return twice the error of the same computation in the tensors' own dtypes."""
+        """Return twice the error of eager mode in the tensors' own dtypes, and a rounding of output and gradient."""
         eager = self._gradients(score, self.inputs.query.dtype)[number]
-        return 2.0 * largest_error(eager, exact) + self._bound(exact, self.inputs.query.dtype)
+        return 2.0 * (largest_error(eager, exact) + self._bound(exact, self.inputs.query.dtype))
 
     def _gradients(self, score: Learned | Found, dtype: torch.dtype) -> list[Tensor]:
         tensors = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in self.inputs]

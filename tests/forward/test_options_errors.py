@@ -85,12 +85,6 @@ def test_malformed_value_is_named(name, value):
     assert error.fix
 
 
-@pytest.mark.parametrize("options", [{"WRITE_DQ": False}, {"BLOCK_M1": 32}, {"bwd_num_warps": 4}, {"bwd_BLOCK_N1": 64}])
-def test_options_of_kernels_that_are_not_compiled_are_not_ignored(options):
-    (name,) = options
-    refusal(lambda: call_with(options), flexgen.OptionError, name.removeprefix("bwd_"))
-
-
 def test_flash_backend_is_refused_by_name():
     refusal(lambda: flexgen.compile(options={"BACKEND": "FLASH"}), flexgen.OptionError, "FLASH", "AUTO")
 

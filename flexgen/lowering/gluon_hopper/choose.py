@@ -184,7 +184,9 @@ def _tile_reason(question: Question) -> str | None:
         return f"tiles of {shape.block_m} x {shape.block_n} are none of these kernels'"
     needed = shared_bytes(shape, *_rounded(question), question.problem.query_dtype.itemsize)
     if needed > question.target.shared_bytes:
-        return f"the tile needs {needed} bytes of shared memory, {question.target.name} has {question.target.shared_bytes}"
+        return (
+            f"the tile needs {needed} bytes of shared memory, {question.target.name} has {question.target.shared_bytes}"
+        )
     return None
 
 
@@ -295,7 +297,11 @@ def _decide_persistence(question: Question, answers: Answers) -> None:
 
 def _decide_tail(question: Question, answers: Answers) -> None:
     tail = not question.guard.kv_divisible
-    answers.add("KV_TAIL", tail, "KV_LEN is not a multiple of 128" if tail else "KV_LEN is a multiple of 128, which BLOCK_N divides")
+    answers.add(
+        "KV_TAIL",
+        tail,
+        "KV_LEN is not a multiple of 128" if tail else "KV_LEN is a multiple of 128, which BLOCK_N divides",
+    )
 
 
 _ORDER: tuple[Callable[[Question, Answers], None], ...] = (

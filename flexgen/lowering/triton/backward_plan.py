@@ -19,19 +19,63 @@ class BackwardKernel(enum.Enum):
     DKDV = "backward_dkdv"  # a tile of keys walks queries
 
 
+class Accumulation(enum.Enum):
+    """How the programs of a kernel add up the gradients of captured buffers."""
+
+    FLOAT = "float"  # atomic additions, whose order varies from run to run
+    MEASURE = "measure"  # nothing is added: finds the largest magnitude that would be, for FIXED
+    FIXED = "fixed"  # atomic additions of 64-bit integers, which give the same sum in any order
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterSite:
+    """One of the places where a score_mod reads a captured buffer, whose gradient a kernel accumulates.
+
+    Attributes:
+        buffer: the buffer's name.
+        place: which of the buffer's scatters, counted in the order of the `ScoreGrad`.
+    """
+
+    buffer: str
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTask:
+    """What one kernel computes.
+
+    Attributes:
+        kernel: the side that its programs own.
+        writes: which of "query", "key" and "value" get their gradient from it.
+        scatter: the places whose gradient it accumulates.
+        because: why they are accumulated here.
+        accumulation: how.
+    """
+
+    kernel: BackwardKernel
+    writes: frozenset[str]
+    scatter: tuple[ScatterSite, ...]
+    because: str
+    accumulation: Accumulation = Accumulation.FLOAT
+
+
 @dataclass(frozen=True, slots=True)
 class BackwardPlan:
     """Template variables of a backward kernel, by Inductor's names.
 
     Attributes:
-        kernel: which gradients.
+        kernel: the side that its programs own.
+        WRITE_GRAD_QUERY, WRITE_GRAD_KEY, WRITE_GRAD_VALUE: which gradients it writes, if wanted.
         BLOCK_M, BLOCK_N: queries and keys of a tile (BLOCK_M1, BLOCK_N1 for dK/dV; BLOCK_M2, BLOCK_N2 for dQ).
-        scatter: captured buffers whose gradient this kernel accumulates.
+        scatter, accumulation: gradients of captured buffers that it accumulates, and how.
         Others as in ForwardPlan.
     """
 
     kernel: BackwardKernel
     target: Target
+    WRITE_GRAD_QUERY: bool
+    WRITE_GRAD_KEY: bool
+    WRITE_GRAD_VALUE: bool
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
@@ -57,7 +101,8 @@ class BackwardPlan:
     waves_per_eu: int | None
     shared_bytes: int
     schedule: Schedule
-    scatter: tuple[str, ...]
+    scatter: tuple[ScatterSite, ...]
+    accumulation: Accumulation
     query_dtype: torch.dtype
     key_dtype: torch.dtype
     value_dtype: torch.dtype
@@ -66,6 +111,11 @@ class BackwardPlan:
     wide: frozenset[str]
     wide_index: bool
     decisions: tuple[Decision, ...]
+
+    @property
+    def differentiates_scores(self) -> bool:
+        """Whether the kernel needs the gradient of each score; the gradient of values needs their weights alone."""
+        return self.WRITE_GRAD_QUERY or self.WRITE_GRAD_KEY or bool(self.scatter)
 
     @property
     def compile_options(self) -> dict[str, int]:

@@ -188,7 +188,7 @@ def settle_tile(
         answers.add(name, getattr(tile, name), because, rejected if name == "BLOCK_M" else ())
     needed = physics.shared_bytes(tile, shape, question.target)
     answers.add("shared_bytes", needed, "computed from the tile, an upper bound")
-    _check_table_tiles(question, tile, forced)
+    _check_table_tiles(question, tile, {physics.option_names.get(name, name): name for name in forced})
 
 
 def keys_visited(schedule: Schedule) -> int | None:
@@ -232,7 +232,7 @@ def _first_feasible(
         if launches is not None:
             return launches, tuple(rejected[:4])
     last = rejected[-1] if rejected else Rejected(_tile_text(first), "no smaller tile exists")
-    asked = ", ".join(f"{name}={value}" for name, value in forced.items())
+    asked = ", ".join(f"{physics.option_names.get(name, name)}={value}" for name, value in forced.items())
     raise NoFeasiblePlanError(
         f"no tile fits {target.name}" + (f" with {asked}" if forced else ""),
         why=f"the smallest one considered, {last.value}, {last.because}",
@@ -244,14 +244,17 @@ def _tile_text(tile: Tile) -> str:
     return f"BLOCK_M={tile.BLOCK_M} BLOCK_N={tile.BLOCK_N} num_warps={tile.num_warps} num_stages={tile.num_stages}"
 
 
-def _check_table_tiles(question: Question, tile: Tile, forced: dict[str, int]) -> None:
+def _check_table_tiles(question: Question, tile: Tile, forced: dict[str, str]) -> None:
+    """Check what the user forced: the field of the tile by the name of the option."""
     table = question.problem.table
     if table is None:
         return
-    for name, sparse in (("BLOCK_M", table.q_block_size), ("BLOCK_N", table.kv_block_size)):
-        if name in forced and sparse % getattr(tile, name):
+    sizes = {"BLOCK_M": table.q_block_size, "BLOCK_N": table.kv_block_size}
+    for option, name in forced.items():
+        sparse = sizes.get(name)
+        if sparse and sparse % getattr(tile, name):
             raise OptionError(
-                f"{name}={forced[name]} does not divide the block mask's block size {sparse}",
+                f"{option}={getattr(tile, name)} does not divide the block mask's block size {sparse}",
                 why="a tile must lie inside one block of the mask",
                 fix=f"choose a power of two that divides {sparse}, or create the block mask with another BLOCK_SIZE",
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton import choose
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, BackwardTask, DeltaPlan
 from flexgen.lowering.triton.choose import Answers, Question
 from flexgen.lowering.triton.tiles import REGISTER_BUDGET, Tile, TileShape, captured_loads
 from flexgen.options import KernelOptions
@@ -24,35 +25,37 @@ TILE_OPTIONS = {
 }
 
 
-def choose_backward(question: Question, kernel: BackwardKernel, scatter: tuple[str, ...]) -> BackwardPlan:
+def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
     """Decide every template variable of a backward kernel.
 
     Args:
         question: with the backward options, and the schedule of the kernel's own direction.
-        scatter: captured buffers whose gradient this kernel accumulates.
+        task: what the kernel computes.
 
     Raises:
         OptionError, NoFeasiblePlanError, UnsupportedProblemError: as for the forward.
     """
-    question = dataclasses.replace(question, options=_own_tile(question.options, kernel))
+    question = dataclasses.replace(question, options=_own_tile(question.options, task.kernel))
     answers = Answers()
     choose.decide_backend(question, answers)
+    _task(task, answers)
     choose.decide_head_dims(question, answers)
     choose.decide_table(question, answers)
     answers.add("index_map", IndexMap(), "gradients of the heads of a group are summed by the program, not packed")
-    _tile(question, answers, kernel)
+    _tile(question, answers, task.kernel)
     choose.decide_divisible(question, answers)
     _scale(question, answers)
     choose.decide_arithmetic(question, answers)
     choose.decide_amd(question, answers)
     names = {field.name for field in dataclasses.fields(BackwardPlan)}
-    values: dict[str, Any] = {d.name: d.value for d in answers.decisions if d.name in names}
+    values: dict[str, Any] = {d.name: d.value for d in answers.decisions if d.name in names - {"scatter"}}
     problem = question.problem
     return BackwardPlan(
-        kernel=kernel,
+        kernel=task.kernel,
         target=question.target,
         schedule=question.schedule,
-        scatter=scatter,
+        scatter=task.scatter,
+        accumulation=task.accumulation,
         query_dtype=problem.query_dtype,
         key_dtype=problem.key_dtype,
         value_dtype=problem.value_dtype,
@@ -63,6 +66,14 @@ def choose_backward(question: Question, kernel: BackwardKernel, scatter: tuple[s
         decisions=tuple(answers.decisions),
         **values,
     )
+
+
+def _task(task: BackwardTask, answers: Answers) -> None:
+    for name in ("query", "key", "value"):
+        writes = name in task.writes
+        answers.add(f"WRITE_GRAD_{name.upper()}", writes, "wanted" if writes else "not wanted, or another kernel's")
+    names = ", ".join(dict.fromkeys(site.buffer for site in task.scatter))
+    answers.add("scatter", names or "none", task.because)
 
 
 def _own_tile(options: KernelOptions, kernel: BackwardKernel) -> KernelOptions:
@@ -96,6 +107,10 @@ class _Physics:
     """What a backward tile needs of the chip."""
 
     kernel: BackwardKernel
+
+    @property
+    def option_names(self) -> Mapping[str, str]:
+        return {block: option for option, block in TILE_OPTIONS[self.kernel].items()}
 
     def shared_bytes(self, tile: Tile, shape: TileShape, target: Target) -> int:
         """Return an upper bound: the own side's two tiles, each stage's two walked ones, and the scores' operands."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -111,7 +112,11 @@ def infeasible(tile: Tile, shape: TileShape, target: Target) -> str | None:
 
 
 class Physics(Protocol):
-    """What one kind of kernel needs of a chip."""
+    """What one kind of kernel needs of a chip, and which options hold its tile."""
+
+    @property
+    def option_names(self) -> Mapping[str, str]:
+        """The user's option for BLOCK_M and for BLOCK_N, where it has another name."""
 
     def shared_bytes(self, tile: Tile, shape: TileShape, target: Target) -> int:
         """Return an upper bound on the shared memory a program needs."""
@@ -122,6 +127,8 @@ class Physics(Protocol):
 
 class ForwardPhysics:
     """The forward kernel's."""
+
+    option_names: Mapping[str, str] = MappingProxyType({})
 
     def shared_bytes(self, tile: Tile, shape: TileShape, target: Target) -> int:
         return shared_bytes(tile, shape, target)
