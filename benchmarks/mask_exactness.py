@@ -69,6 +69,7 @@ class Row:
         capture_ms, analysis_ms: CPU time, medians; analysis is simplification, facts (twice: of tiles of one head and
             of tiles that hold a group of heads), and the block rule.
         first_ms: capture and analysis, the first time.
+        unsolved: why blocks of a part of the mask cannot be classified; empty where all can.
     """
 
     source: str
@@ -84,6 +85,7 @@ class Row:
     capture_ms: float
     analysis_ms: float
     first_ms: float
+    unsolved: str
 
     @property
     def ratio(self) -> float:
@@ -118,7 +120,8 @@ def measure(entry: Entry, rounds: int = ROUNDS) -> Row:
     subject = Subject(entry.name, flexgen.compile(None, entry.mask), entry.shape, torch.bfloat16)
     lowered = subject.lower("sm_90")
     mask = mask_subject(subject, entry.place)
-    tiles = map_tiles(mask, lowered.plan, lowered.understood.rule)
+    rule = lowered.understood.rule
+    tiles = map_tiles(mask, lowered.plan, rule)
     return Row(
         entry.source,
         entry.name,
@@ -133,6 +136,7 @@ def measure(entry: Entry, rounds: int = ROUNDS) -> Row:
         capture_ms,
         analysis_ms,
         first_ms,
+        "; ".join(part.why for part in rule.unsolved) if rule is not None else "",
     )
 
 
@@ -209,6 +213,8 @@ def report(rows: Sequence[Row], about: dict[str, Any]) -> str:
         "",
         *_slowest(rows),
         "",
+        *_in_vain(rows),
+        "",
     ]
     for source in dict.fromkeys(row.source for row in rows):
         lines += [f"## {source}", "", *_table([row for row in rows if row.source == source]), ""]
@@ -242,6 +248,16 @@ def _slowest(rows: Sequence[Row]) -> Iterator[str]:
         f"Analysis takes a median of {statistics.median(times):.1f} ms, at most {slowest.analysis_ms:.1f} ms "
         f"({slowest.mask}); {over} masks take more than 25 ms. It does not depend on the length."
     )
+
+
+def _in_vain(rows: Sequence[Row]) -> Iterator[str]:
+    yield "Masks that visit tiles in vain:"
+    yield ""
+    for name in dict.fromkeys(row.mask for row in rows if row.ratio > 1):
+        mine = [row for row in rows if row.mask == name]
+        worst = max(mine, key=lambda row: row.ratio)
+        why = worst.unsolved or "interval arithmetic over a block is sound, not exact, for its terms over both axes"
+        yield f"- {name}, at most {worst.ratio:.2f} ({worst.length} tokens): {why}"
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
@@ -283,9 +299,14 @@ def main() -> None:
         print(text)
         return
     args.out.mkdir(parents=True, exist_ok=True)
-    found = {"environment": environment(), "rows": [asdict(row) | {"ratio": round(row.ratio, 4)} for row in rows]}
-    (args.out / "mask_exactness.json").write_text(json.dumps(found, indent=1) + "\n")
+    (args.out / "mask_exactness.json").write_text(_json(rows, environment()))
     (args.out / "mask_exactness.md").write_text(text)
+
+
+def _json(rows: Sequence[Row], about: dict[str, Any]) -> str:
+    """Return one line a row, so that a change of one is a change of one line."""
+    lines = ",\n".join(json.dumps(asdict(row) | {"ratio": round(row.ratio, 4)}) for row in rows)
+    return f'{{"environment": {json.dumps(about)},\n"rows": [\n{lines}\n]}}\n'
 
 
 if __name__ == "__main__":

@@ -33,13 +33,14 @@ from flexgen.runtime.describe import (
     to_bhsd,
 )
 from flexgen.runtime.device_target import target_of
-from flexgen.runtime.differentiable import Step, attend, grad_is_needed
+from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_is_needed
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
 from flexgen.runtime.prepared import Prepared, tensor_form
 from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.tables import Tables, check_derived, placeholder_lists
+from flexgen.torch_library.call import OperatorForm, autocast, call_operator, needs_operator, operator_form
 from flexgen.training import Basis, Training
 
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
@@ -123,30 +124,109 @@ class Attention:
             OptionError: an option cannot be honoured for this problem.
         """
         aux = read_aux_request(return_aux)
-        reading = self._read(query, key, value)
+        tensors = (query, key, value)
+        if torch._C._is_any_autocast_enabled():
+            tensors = autocast(tensors)
+        if needs_operator(query):
+            outputs = self._through_operator(tensors, scale, aux, block_table, validate)
+        else:
+            outputs = self.run(self._read(*tensors), tensors, scale, aux, block_table, validate)
+        if return_aux is None:
+            return outputs["output"]
+        lse = outputs["logsumexp"] if aux.lse else None
+        return outputs["output"], AuxOutput(lse, outputs["max_scores"] if aux.max_scores else None)
+
+    def run(
+        self,
+        reading: Reading,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scale: float | None,
+        aux: AuxRequest,
+        block_table: Any = None,
+        validate: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """Run a call whose captured values have been read, recorded for autograd where that is wanted.
+
+        Args:
+            reading: what to run, and the captured values; need not be of this Attention's own mods.
+            tensors: query, key and value.
+            aux: which outputs to return; more may be.
+
+        Returns:
+            "output" in the query's layout, "logsumexp" and "max_scores".
+        """
+        query, key, value = tensors
         records = grad_is_needed(query, key, value, reading.buffers)
         aux = replace(aux, lse=True) if records else aux  # the backward recomputes weights from it
-        form = self._form(reading, query, key, value, scale, aux, block_table)
-        prepared = None if validate else self._prepared.get(form)
-        if prepared is None:
-            target = target_of(query.device)
-            call = self._describe(reading, query, key, value, scale, aux, block_table, validate, target)
-            prepared = self._prepare(form, call, block_table)
-            buffers: Any = tuple(call.launch.buffers.values())
-        else:
-            buffers = reading.buffers
+        prepared, buffers = self._ready(reading, tensors, scale, aux, block_table, validate)
         lists = self._tables.lists(prepared.request, block_table, Values(reading.buffers, buffers, reading.scalars))
         if records:
-            outputs = self._recorded(prepared, reading, (query, key, value), buffers, lists)
+            outputs = self._recorded(prepared, reading, tensors, buffers, lists)
         else:
             outputs = prepared.run(query, key, value, buffers, reading.scalars, lists)
-        output = outputs["output"]
         if self.options.layout == "bshd":
-            output = output.transpose(1, 2)
-        if return_aux is None:
-            return output
-        lse = outputs.get("logsumexp") if return_aux.lse else None
-        return output, AuxOutput(lse, outputs.get("max_scores"))
+            outputs["output"] = outputs["output"].transpose(1, 2)
+        return outputs
+
+    def _ready(
+        self,
+        reading: Reading,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scale: float | None,
+        aux: AuxRequest,
+        block_table: Any,
+        validate: bool,
+    ) -> tuple[Prepared, Any]:
+        """Return the prepared launch for calls of this form, and the captured tensors on the call's device."""
+        form = self._form(reading, *tensors, scale, aux, block_table)
+        prepared = None if validate else self._prepared.get(form)
+        if prepared is not None:
+            return prepared, reading.buffers
+        target = target_of(tensors[0].device)
+        call = self._describe(reading, *tensors, scale, aux, block_table, validate, target)
+        return self._prepare(form, call, block_table), tuple(call.launch.buffers.values())
+
+    def gradients(
+        self,
+        reading: Reading,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scale: float | None,
+        block_table: Any,
+        saved: Saved,
+        grad_output: torch.Tensor,
+        grad_logsumexp: torch.Tensor | None,
+        wanted: frozenset[str],
+    ) -> Gradients:
+        """Return the wanted gradients of a call that `run` made; see `Step.backward`."""
+        prepared, _ = self._ready(reading, tensors, scale, AuxRequest(lse=True), block_table, False)
+        return self._training.backward(prepared.basis(reading.scalars), saved, grad_output, grad_logsumexp, wanted)
+
+    def _through_operator(
+        self,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scale: float | None,
+        aux: AuxRequest,
+        block_table: Any,
+        validate: bool,
+    ) -> dict[str, torch.Tensor]:
+        """Make the call as one operator that whatever traces the program can see; torch.compile traces this."""
+        if validate:
+            raise UnsupportedProblemError(
+                "validate=True was passed to a call that is being traced",
+                why="it looks at the lists' contents, which a trace does not have",
+                fix="validate the block table in a call outside of the compiled region",
+            )
+        if block_table is not None:
+            self._check_mask_of(block_table)
+        form = self._operator_form(tensors[0].dtype)
+        return call_operator(form, self.score_mod, self.mask_mod, tensors, scale, aux.max_scores, block_table)
+
+    def _operator_form(self, query_dtype: torch.dtype) -> OperatorForm:
+        return operator_form(self._mods, self.options, query_dtype)
+
+    # torch.compile runs this while it traces and takes the result for a constant: what the result depends on is read,
+    # and so guarded, by `call_operator`.
+    _operator_form._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _recorded(
         self,

@@ -18,6 +18,7 @@ from flexgen.capture.probe import Bindings, Number, Probe, compile_probe
 from flexgen.capture.rebuild import CannotSubstitute, substitute
 from flexgen.capture.slots import Slot, SlotKind, discover, with_hidden_tensors
 from flexgen.capture.tensors import CapturedTensors
+from flexgen.capture.traceable import Reader, reader_of
 from flexgen.errors import OptionError
 from flexgen.ir.graph import Buffer, Graph, Mods, Scalar, topological
 from flexgen.ir.origins import Origin, Origins
@@ -61,6 +62,8 @@ class Reading:
 class _Variant:
     captured: Captured
     probe: Probe
+    slots: tuple[Slot, ...]
+    bindings: Bindings
 
 
 class LiveMods:
@@ -113,6 +116,11 @@ class LiveMods:
                 return self.current(score_dtype)
             self._variants = (variant, *self._variants[: _MAX_VARIANTS - 1])
             return Reading(variant.captured, *found)
+
+    def reader(self, captured: Captured) -> Reader:
+        """Return how to read a current capture's values in Python that can itself be traced."""
+        variant = next(variant for variant in self._variants if variant.captured is captured)
+        return reader_of(variant.slots, variant.bindings, captured.mods)
 
     def _known(self, score_dtype: torch.dtype) -> Reading | None:
         for variant in self._variants:
@@ -173,7 +181,7 @@ class _Attempt:
         mods = Mods(graphs.get("score"), graphs.get("mask"))
         slots, bindings = self._bindings(mods, buffers)
         captured = Captured(mods, self._origins(mods), self._score_dtype)
-        return _Variant(captured, compile_probe(list(roots), slots, bindings))
+        return _Variant(captured, compile_probe(list(roots), slots, bindings), slots, bindings)
 
     def _trace(self, roots: Mapping[str, Mod]) -> list[TracedMod]:
         replaced = {slot.index: symbolic(name, _number(slot)) for name, slot in self._scalars.items()}

@@ -20,8 +20,38 @@ RESERVED: frozenset[str] = frozenset(
     | set(keyword.softkwlist)
     | set(dir(builtins))
 )
-# Spelled like a template variable (BLOCK_M, SM_SCALE, num_warps): upper case with an underscore, or a launch option.
-_TEMPLATE_LIKE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|num_warps|num_stages|num_ctas|stride_\w+|\w+_ptr")
+# Names that emitted kernels bind where captured values are in scope: parameters, local variables and functions.
+# A test compares them with what kernels bind.
+_BOUND_IN_KERNELS = frozenset(
+    (
+        "accumulate ahead as_operand attend attend_tile aux_offset b_hi b_lo barriers base batch batch_head "
+        "batch_heads block classify column_exists consume consumer consumer_registers count count_blocks "
+        "count_offset counts decide_blocks delta desc descriptors end exists fill_blocks finish_scores first "
+        "first_block fits forward full h_hi h_lo head key_desc keys kv_block kv_head kv_heads kv_hi kv_lo kv_width "
+        "last left listed live live_keys load_tile locate logsumexp mask_mod max_score max_scores modified multiply "
+        "natural_max new_max next_full next_partial next_slot num_blocks num_full num_partial operand output "
+        "own_block packed partial phase produce producer program q_block q_hi q_lo q_row q_tile qk_dim queries "
+        "query_desc query_tile rescale right ring row row_exists row_is_empty row_of_blocks row_shift row_start "
+        "row_tile row_tile_at row_tiles score_grad score_mod shape shared_head slot sm_scale softmax start "
+        "start_copy state states step store_rows swap tile tile_at tiles tiles_per_block tiles_per_head "
+        "tiles_per_own_block tiles_per_q_block turn turn_count v_dim value_desc visited wait_for wanted warpgroup "
+        "weight wide_kv_head width"
+    ).split()
+)
+_PRELUDE = frozenset(
+    (
+        "expm1 float_floor_div float_floor_mod floor_div floor_mod log1p power round_half_even sigmoid sign tanh "
+        "tanh_approx truncate"
+    ).split()
+)
+# Spelled like a template variable (BLOCK_M, SM_SCALE, num_warps): upper case with an underscore, or a launch option;
+# like the numbered names of loop bounds; or like what backward kernels make of a buffer's name.
+_TEMPLATE_LIKE = re.compile(
+    r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|num_warps|num_stages|num_ctas|stride_\w+|\w+_(ptr|desc|stride_?\w+|size\d+)"
+    r"|(gap|width|lo|hi|full_lo|full_hi|consumer)(_\d+)?|backward_\w+"
+    r"|(grad|share_of|scale_of|largest_of|contribution|scatter|measure|head_grad|head_query|summarise)_\w+"
+    r"|(query|key|value)_(b|h|empty|full|phase|slot|tiles)"
+)
 
 
 def _ascii_letter(char: str) -> str:
@@ -42,6 +72,11 @@ def sanitise(name: str, fallback: str) -> str:
     return f"{fallback}_{cleaned}" if cleaned[0].isdigit() else cleaned
 
 
+def is_reserved(name: str) -> bool:
+    """Whether a captured value must not take the name."""
+    return name in RESERVED or name in _BOUND_IN_KERNELS or name in _PRELUDE or bool(_TEMPLATE_LIKE.fullmatch(name))
+
+
 class NameTable:
     """Hands out unique names; `suffix` tells apart a captured value that wants a reserved name."""
 
@@ -50,7 +85,7 @@ class NameTable:
 
     def claim(self, wanted: str, *, suffix: str) -> str:
         name = sanitise(wanted, suffix)
-        if name in RESERVED or _TEMPLATE_LIKE.fullmatch(name):
+        if is_reserved(name):
             name = f"{name}_{suffix}"
         unique, count = name, 1
         while unique in self._taken:

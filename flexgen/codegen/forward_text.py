@@ -30,6 +30,7 @@ class ForwardHoles:
     table: bool
     derived: bool
     tiles_divide_blocks: bool
+    block_is_tile: bool
     two_kinds: bool
     attend_params: tuple[str, ...]
     forward_params: tuple[str, ...]
@@ -75,6 +76,7 @@ class ForwardText:
         self.derived = plan.schedule.walk is Walk.DERIVED
         self.table = self.derived or plan.schedule.walk is Walk.TABLE
         self.packs = plan.index_map.packs
+        self.block_is_tile = plan.SPARSE_KV_BLOCK_SIZE == plan.BLOCK_N
         self.divides = not self.table or plan.SPARSE_Q_BLOCK_SIZE % plan.BLOCK_M == 0
         self.rows_masked = self.packs or not self.divides or not plan.IS_DIVISIBLE
         self.ranges = None if self.table else self._print_ranges(context)
@@ -97,6 +99,7 @@ class ForwardText:
             table=self.table,
             derived=self.derived,
             tiles_divide_blocks=self.divides,
+            block_is_tile=self.block_is_tile,
             two_kinds=self.two_kinds,
             attend_params=tuple(self._attend_params()),
             forward_params=tuple(arg.name for arg in args),
@@ -129,6 +132,10 @@ class ForwardText:
         )
 
     # Facts about the text.
+
+    @property
+    def _tiles_per_block(self) -> str:
+        return "" if self.block_is_tile else ", tiles_per_block"
 
     @property
     def _scale(self) -> str:
@@ -245,7 +252,7 @@ class ForwardText:
     def _attend_params(self) -> Iterable[str]:
         yield from self._lines_of_names()
         if self.table:
-            yield "kv_indices_ptr, tiles_per_block"
+            yield "kv_indices_ptr" + self._tiles_per_block
         yield ", ".join(["first", "last", *(f"gap_{n}, width_{n}" for n in range(self.gaps))]) + (
             ", CHECKED: tl.constexpr" if self.two_kinds else ""
         )
@@ -253,10 +260,10 @@ class ForwardText:
     def _visits(self) -> Iterable[tuple[str, ...]]:
         """The lines of each call of attend."""
         if self.table:
-            yield self._visit("kv_indices_ptr + listed, tiles_per_block", "0, last", True)
+            yield self._visit(f"kv_indices_ptr + listed{self._tiles_per_block}", "0, last", True)
             if self.plan.HAS_FULL_BLOCKS:
                 indices = "kv_indices_ptr" if self.derived else "full_kv_indices_ptr"
-                yield self._visit(f"{indices} + listed, tiles_per_block", "0, last", False)
+                yield self._visit(f"{indices} + listed{self._tiles_per_block}", "0, last", False)
             return
         for walk in self.walks:
             yield self._visit("", span(walk, self.gaps), walk.checked)

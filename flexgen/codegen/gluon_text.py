@@ -251,7 +251,7 @@ def _names(args: Iterable[Arg]) -> tuple[str, ...]:
 
 def _descriptor(tensor: str, rows: int, head_dim: int, plan: GluonPlan) -> Arg:
     kind = f"tensordesc<{SIGNATURE_NAMES[plan.query_dtype]}[1, 1, {rows}, {head_dim}]>"
-    return Arg(f"{tensor}_desc", Role.TENSOR, tensor, None, kind, False)
+    return Arg(f"{tensor}_desc", Role.DESCRIPTOR, tensor, None, kind, False)
 
 
 def _stride(tensor: str, dim: int, axis: str, kind: str) -> Arg:

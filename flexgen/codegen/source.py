@@ -12,6 +12,7 @@ class Role(enum.Enum):
     TENSOR = (
         "tensor"  # pointer to (or the copy engine's descriptor of) query, key, value, output, logsumexp, max_scores
     )
+    DESCRIPTOR = "descriptor"  # the copy engine's, of such a tensor in [B, H, L, D] order
     TENSOR_STRIDE = "tensor stride"  # stride of such a tensor, in elements
     TABLE = "table"  # pointer to one of the block table's index tensors
     TABLE_STRIDE = "table stride"

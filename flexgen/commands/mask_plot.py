@@ -25,7 +25,7 @@ _STYLE = {
     "svg.fonttype": "none",  # text stays text: small, and found by a search
     "svg.hashsalt": "flexgen",  # so that equal pictures are equal files
     "axes.edgecolor": "#666666",
-    "path.simplify_threshold": 0.6,  # of a pixel: steps that nobody can see become a straight line
+    "path.simplify_threshold": 0.3,  # of a pixel: points on a straight line are left out
 }
 _DPI = 100
 # Inches.
@@ -34,6 +34,7 @@ _LEGEND_LINE = 0.215
 _TITLE_CHARACTERS = 118
 _MAX_GRID = 48  # tiles a side of which each is outlined
 _MANY_TILES = 320  # a side, beyond which a thick line would hide several
+_MAX_STEPS = 256  # down the picture: more are about a pixel each
 _INK, _DIM = "#1a1a1a", "#555555"
 
 
@@ -118,11 +119,14 @@ def _draw_tiles(axes: Axes, picture: MaskFigure, interpolation: str) -> None:
 
 
 def _draw_line(axes: Axes, line: BoundLine, width: float) -> None:
-    """Draw an end as steps: each value holds from the top of its queries to their bottom."""
+    """Draw an end as steps, each from the top of its queries to their bottom; or straight, where steps are tiny."""
     from matplotlib.patheffects import withStroke
 
-    keys = np.repeat(line.keys.numpy(), 2)
-    queries = np.repeat(line.queries.numpy(), 2)[1:-1]
+    keys, queries = line.keys.numpy(), line.queries.numpy()
+    if len(keys) <= _MAX_STEPS:
+        keys, queries = np.repeat(keys, 2), np.repeat(queries, 2)[1:-1]
+    else:
+        keys = np.append(keys, keys[-1])
     axes.plot(
         keys,
         queries,

@@ -52,11 +52,6 @@ def is_pointer(arg: TypedArg) -> bool:
     return arg.type.startswith("*")
 
 
-def is_descriptor(arg: TypedArg) -> bool:
-    """Whether the parameter is the copy engine's descriptor of a tensor."""
-    return arg.type.startswith("tensordesc")
-
-
 def triton_name(dtype: torch.dtype) -> str:
     """Return Triton's name of an element dtype, such as `bf16`."""
     return _TRITON_NAMES[dtype]

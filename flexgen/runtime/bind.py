@@ -8,18 +8,24 @@ import torch
 
 from flexgen.codegen.source import Arg, Role
 from flexgen.runtime.describe import Launch
+from flexgen.runtime.gluon_descriptor import Descriptor, descriptor_form
 
 
-def bind(args: Sequence[Arg], launch: Launch, outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor | int | float]:
+Value = torch.Tensor | Descriptor | int | float
+
+
+def bind(args: Sequence[Arg], launch: Launch, outputs: Mapping[str, torch.Tensor]) -> list[Value]:
     """Return the value of each argument, in order."""
     tensors = {**launch.tensors, **outputs}
     return [_value(arg, launch, tensors) for arg in args]
 
 
-def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | int | float:
+def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> Value:
     match arg.role:
         case Role.TENSOR:
             return tensors[arg.of]
+        case Role.DESCRIPTOR:
+            return descriptor_form(tensors[arg.of]).at(tensors[arg.of])
         case Role.TENSOR_STRIDE:
             return _stride(tensors[arg.of], arg.dim)
         case Role.TABLE:

@@ -109,7 +109,7 @@ def read_block_mask(
             batch size, another number of heads or another device, or its lists have inconsistent shapes.
     """
     _require_block_mask(block_mask)
-    _refuse_slice_without_mask_mod(block_mask)
+    refuse_slice_without_mask_mod(block_mask)
     q_block_size, kv_block_size = _block_sizes(block_mask.BLOCK_SIZE)
     if min(q_block_size, kv_block_size) < WHOLE_BLOCK_SIZE:
         _require_lengths(block_mask, query_length, key_length)
@@ -166,7 +166,8 @@ def _require_block_mask(block_mask: Any) -> None:
         )
 
 
-def _refuse_slice_without_mask_mod(block_mask: Any) -> None:
+def refuse_slice_without_mask_mod(block_mask: Any) -> None:
+    """Refuse a slice of a BlockMask whose mask_mod has not been set."""
     if _SLICED_MASK_MOD is not None and getattr(block_mask, "mask_mod", None) is _SLICED_MASK_MOD:
         raise UnsupportedProblemError(
             "the BlockMask was sliced and has no mask_mod",

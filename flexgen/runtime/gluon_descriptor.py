@@ -1,27 +1,23 @@
-"""The copy engine's descriptors of tensors, made on the host, and the submission of kernels that take them."""
+"""The copy engine's descriptors of tensors, as the host gives them to a launch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from flexgen.runtime.submit import Submit
 
 ANY_STRIDE = 64  # elements: a valid stride for a dimension with one entry, which is never stepped over
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What Triton's launcher reads of a descriptor argument; the tile's shape is part of the compiled kernel.
+    """A tensor described; what Triton's launcher reads of such an argument, the tile being part of the kernel.
 
     Attributes:
-        base: the tensor.
-        shape, strides: [B, H, L, D] in elements; a dimension that repeats one entry (stride 0) has size 1 here, and
-            the kernel addresses it with coordinate 0.
+        base: the tensor, of which the address is used.
+        shape, strides: in elements, the last stride being 1.
         padding: what elements outside of the shape read as.
+        round_f32_to_tf32: asked for by Triton 3.7; nothing here is float32.
     """
 
     base: torch.Tensor
@@ -31,23 +27,25 @@ class Descriptor:
     round_f32_to_tf32: bool = False
 
 
-def describe(tensor: torch.Tensor) -> Descriptor:
-    """Return the descriptor of a [B, H, L, D] tensor whose last dimension has stride 1."""
-    repeated = [stride == 0 for stride in tensor.stride()[:3]]
-    shape = [1 if same else size for size, same in zip(tensor.shape, [*repeated, False], strict=True)]
-    strides = [
-        ANY_STRIDE if size == 1 else stride for size, stride in zip(shape[:3], tensor.stride()[:3], strict=True)
-    ]
-    return Descriptor(tensor, shape, [*strides, 1])
+@dataclass(frozen=True, slots=True)
+class DescriptorForm:
+    """Everything of a descriptor but the address.
+
+    Attributes:
+        shape, strides: [B, H, L, D] in elements; a dimension that repeats one entry (stride 0) has size 1 here, and
+            the kernel addresses it with coordinate 0.
+    """
+
+    shape: list[int]
+    strides: list[int]
+
+    def at(self, tensor: torch.Tensor) -> Descriptor:
+        return Descriptor(tensor, self.shape, self.strides)
 
 
-def submit_described(submit: Submit, positions: Sequence[int]) -> Submit:
-    """Return a submission that describes the tensors at `positions` first."""
-
-    def described(x: int, y: int, z: int, stream: int, values: Sequence[Any]) -> None:
-        given = list(values)
-        for position in positions:
-            given[position] = describe(given[position])
-        submit(x, y, z, stream, given)
-
-    return described
+def descriptor_form(tensor: torch.Tensor) -> DescriptorForm:
+    """Return the form of a [B, H, L, D] tensor whose last dimension has stride 1."""
+    outer = list(zip(tensor.shape[:3], tensor.stride()[:3], strict=True))
+    shape = [1 if stride == 0 else size for size, stride in outer]
+    strides = [ANY_STRIDE if size == 1 else stride for size, (_, stride) in zip(shape, outer, strict=True)]
+    return DescriptorForm([*shape, tensor.shape[3]], [*strides, 1])

@@ -11,9 +11,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from flexgen.errors import InternalError, NoFeasiblePlanError
-from flexgen.runtime.arguments import TypedArg, is_descriptor, is_pointer
+from flexgen.runtime.arguments import TypedArg, is_pointer
 from flexgen.runtime.build import TargetFacts, compile_entry
-from flexgen.runtime.gluon_descriptor import submit_described
 from flexgen.runtime.submit import Submit, make_submit
 
 
@@ -53,7 +52,6 @@ class Launcher:
         if True not in self._pointers:
             raise InternalError(f"{entry} has no pointer argument to take its device from")
         self._device_position = self._pointers.index(True)
-        self._described = tuple(position for position, arg in enumerate(arg_types) if is_descriptor(arg))
         self._specialized = tuple(position for position, arg in enumerate(arg_types) if arg.specialize)
         # By device, and whether each argument that may be specialised is a multiple of 16.
         self._kernels: dict[tuple[int, tuple[bool, ...]], Submit] = {}
@@ -63,7 +61,7 @@ class Launcher:
         """Enqueue the kernel for every program of `grid`; an empty grid does nothing.
 
         Args:
-            args: one value per parameter: tensors of one device for pointers (None is the null pointer) and
+            args: one value per parameter: tensors of one device for pointers (None is the null pointer),
                 descriptors, numbers.
             stream: torch's current stream of that device as a raw handle, where the caller has it already.
         """
@@ -110,8 +108,7 @@ class Launcher:
             divisible=divisible,
         )
         try:
-            submit = make_submit(binary.kernel, device)
-            return submit_described(submit, self._described) if self._described else submit
+            return make_submit(binary.kernel, device)
         except OutOfResources as error:
             raise NoFeasiblePlanError(
                 f"{self._entry} needs {error.required} of {error.name}, and the device has {error.limit}",

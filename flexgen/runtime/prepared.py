@@ -10,6 +10,7 @@ import torch
 from flexgen.codegen.source import Role
 from flexgen.runtime.bind import bind
 from flexgen.runtime.describe import Launch
+from flexgen.runtime.gluon_descriptor import descriptor_form
 from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.outputs import OutputForm
 from flexgen.runtime.table_cache import TableRequest
@@ -52,7 +53,9 @@ class Prepared:
         self._scalars = [(at, scalars.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.SCALAR]
         tables = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TABLE]
         self._tables = tables if request is not None else []
-        for at, _ in (*self._tensors, *self._buffers, *self._tables):
+        described = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.DESCRIPTOR]
+        self._described = [(at, name, descriptor_form(launch.tensors[name])) for at, name in described]
+        for at, _ in (*self._tensors, *self._buffers, *self._tables, *described):
             self._values[at] = None
 
     def run(
@@ -70,6 +73,8 @@ class Prepared:
         values = self._values.copy()
         for at, name in self._tensors:
             values[at] = tensors[name]
+        for at, name, form in self._described:
+            values[at] = form.at(tensors[name])
         for at, index in self._buffers:
             values[at] = buffers[index]
         for at, name in self._tables:

@@ -165,6 +165,8 @@ def _tile(question: Question, answers: Answers) -> None:
         problem.key_dtype.itemsize,
         problem.value_dtype.itemsize,
         captured_loads(question.mods),
+        bulk_copies=bool(question.options.USE_TMA),
+        splits_operands=question.options.FLOAT32_PRECISION == "tf32x3",
     )
     head_dim, masked = max(shape.qk_rounded, shape.v_rounded), question.mods.mask is not None
     first, origin = preferred(problem.query_dtype, head_dim, question.target, masked=masked)
@@ -377,6 +379,8 @@ def _tma_blocker(question: Question, answers: Answers) -> str | None:
         return "key or value does not start on 16 bytes, or its row stride is not a multiple of 16 bytes"
     if answers["SPARSE_KV_BLOCK_SIZE"] % answers["BLOCK_N"]:
         return "the mask's key blocks are not whole tiles"
+    if problem.query_dtype.itemsize >= 4 and max(answers["QK_HEAD_DIM_ROUNDED"], answers["V_HEAD_DIM_ROUNDED"]) > 64:
+        return "float32 tiles of more than 64 head dims spill when they come from the copy engine"
     if max(answers["BLOCK_N"], answers["QK_HEAD_DIM_ROUNDED"], answers["V_HEAD_DIM_ROUNDED"]) > 256:
         return "a tile side passes the engine's limit of 256 elements"
     return None

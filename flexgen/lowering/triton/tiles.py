@@ -14,7 +14,13 @@ from flexgen.lowering.targets import Target
 
 # Accumulator and scores of a tile live in registers. Past this many 32-bit values a thread, kernels compiled offline
 # for the matrix unit spilled (255 registers are addressable; AMD's accumulation registers double that).
-REGISTER_BUDGET = {"mma": 112, "wgmma": 160, "tcgen05": 112, "mfma": 320, "numpy": 1 << 30}
+REGISTER_BUDGET = {"mma": 112, "wgmma": 160, "tcgen05": 112, "mfma": 128, "numpy": 1 << 30}
+
+
+def register_budget(tile: Tile, target: Target) -> int:
+    """Return how many values of accumulator and scores a thread may hold; more warps leave AMD's fewer registers."""
+    crowded = target.matrix_unit == "mfma" and tile.num_warps > 4
+    return 60 if crowded else REGISTER_BUDGET[target.matrix_unit]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class TileShape:
         qk_rounded, v_rounded: rounded head dims.
         query_bytes, key_bytes, value_bytes: element sizes.
         captured: loads of captured tensors inside the loop.
+        bulk_copies: keys and values come through the copy engine (USE_TMA).
+        splits_operands: each operand is kept in two parts (FLOAT32_PRECISION tf32x3).
     """
 
     qk_rounded: int
@@ -63,6 +71,8 @@ class TileShape:
     key_bytes: int
     value_bytes: int
     captured: CapturedLoads
+    bulk_copies: bool = False
+    splits_operands: bool = False
 
 
 def shared_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
@@ -78,14 +88,17 @@ def shared_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
     weights = tile.BLOCK_M * tile.BLOCK_N * shape.value_bytes
     ahead = max(tile.num_stages - 1, 1)
     captured = ahead * tile.BLOCK_N * (tile.BLOCK_M * shape.captured.tile_bytes + shape.captured.key_bytes)
-    slack = 1088 + 4 * tile.BLOCK_M  # barriers, alignment, and a row statistic
+    if shape.captured.tile_bytes:  # narrow elements are padded to 4 bytes where their layout is converted
+        captured = max(captured, min(4 * tile.BLOCK_M * tile.BLOCK_N, 8192))
+    slack = 1088 + 4 * tile.BLOCK_M * tile.num_warps  # barriers, alignment, and row statistics across warps
     if target.matrix_unit in ("wgmma", "tcgen05") and tile.BLOCK_M >= 64 and shape.query_bytes < 4:
         return query + tile.num_stages * keys + captured + slack
     if target.matrix_unit == "mfma" and tile.num_stages == 1:
         return max(query, key_tile, value_tile, weights) + captured
     # Matrix instructions of a single warp, also on newer chips where a tile has fewer than 64 rows.
-    copies = tile.num_stages if target.has_tma else ahead
-    return query + weights + copies * keys + captured + slack
+    copies = tile.num_stages if shape.bulk_copies else ahead
+    split = query + keys if shape.splits_operands else 0
+    return query + weights + copies * keys + split + captured + slack
 
 
 def registers(tile: Tile, shape: TileShape, target: Target) -> int:
@@ -105,7 +118,7 @@ def infeasible(tile: Tile, shape: TileShape, target: Target) -> str | None:
     if needed > target.shared_bytes:
         return f"needs {needed} bytes of shared memory, {target.name} has {target.shared_bytes}"
     held = registers(tile, shape, target)
-    budget = REGISTER_BUDGET[target.matrix_unit]
+    budget = register_budget(tile, target)
     if held > budget:
         return f"holds {held} values a thread in registers, more than {budget} spill"
     return None
@@ -147,9 +160,10 @@ def preferred(dtype: torch.dtype, head_dim: int, target: Target, *, masked: bool
     if target.backend == "interpret":
         return Tile(128, 128, 4, 1), "the interpreter's cost is per step, not per element"
     if dtype.itemsize >= 4:
-        return Tile(32, 32, 4, 2), "guess: float32 products run outside the matrix units, from registers"
+        tile = _FLOAT32[next(limit for limit in _FLOAT32 if head_dim <= limit)]
+        return tile, "float32 products run outside the matrix units; the largest tile that compiled without spills"
     if target.backend == "hip":
-        tile = Tile(128, 64, 4, 1) if head_dim <= 64 else Tile(64, 64, 4, 1)
+        tile = Tile(128, 64, 4, 1) if head_dim <= 64 else Tile(64, 64, 4, 1) if head_dim <= 256 else Tile(32, 32, 4, 1)
         return tile, "guess: LDS holds one stage"
     if target.matrix_unit == "wgmma" and masked and head_dim <= 128:
         return _WGMMA_MASKED, "masked: small tiles waste fewer keys at the mask's edges (measured on H200)"
@@ -164,8 +178,9 @@ _WGMMA = {
     64: Tile(128, 64, 4, 3),
     128: Tile(128, 64, 8, 3),
     256: Tile(128, 64, 8, 2),
-    1 << 30: Tile(64, 32, 8, 2),
+    1 << 30: Tile(32, 32, 8, 2),
 }
+_FLOAT32 = {64: Tile(64, 32, 8, 2), 256: Tile(32, 16, 8, 2), 1 << 30: Tile(16, 16, 8, 2)}
 _WGMMA_MASKED = Tile(64, 64, 4, 3)
 
 

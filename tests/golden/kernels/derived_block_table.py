@@ -21,7 +21,6 @@ BLOCK_N = tl.constexpr(64)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(64)
 V_HEAD_DIM_ROUNDED = tl.constexpr(64)
 SPARSE_Q_BLOCK_SIZE = tl.constexpr(64)
-SPARSE_KV_BLOCK_SIZE = tl.constexpr(64)
 SM_SCALE = tl.constexpr(0.125)
 SCALE_LOG2_E = tl.constexpr(0.18033688011112042)  # SM_SCALE * log2(e)
 ROW_MAX_FLOOR = tl.constexpr(-1e+38)  # below any score; finite when scaled
@@ -47,16 +46,15 @@ def attend(
     acc, row_max, row_sum, query,
     key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,
     document_id_ptr, document_id_size0,
-    kv_indices_ptr, tiles_per_block,
+    kv_indices_ptr,
     first, last, CHECKED: tl.constexpr,
 ):
     """Take one step of the online softmax for each key tile from first to last - 1 of a block list."""
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     v_dim = tl.arange(0, V_HEAD_DIM_ROUNDED)
     for tile in tl.range(first, last):
-        listed = tile // tiles_per_block
-        block = tl.load(kv_indices_ptr + listed)
-        kv_start = block * SPARSE_KV_BLOCK_SIZE + (tile - listed * tiles_per_block) * BLOCK_N
+        block = tl.load(kv_indices_ptr + tile)
+        kv_start = block * BLOCK_N
         kv_idx = kv_start + tl.arange(0, BLOCK_N)
         key = tl.load(key_ptr + kv_idx[:, None] * key_stride_kv + qk_dim[None, :])
         score = tl.dot(query, key.T)
@@ -133,27 +131,26 @@ def forward(
     # The key blocks listed for this row of blocks, those that need the mask first; a mask dimension of size 1 has
     # stride 0.
     q_block = q_start // SPARSE_Q_BLOCK_SIZE
-    tiles_per_block = tl.cdiv(tl.minimum(SPARSE_KV_BLOCK_SIZE, KV_LEN), BLOCK_N)
     row_of_blocks = batch * kv_num_blocks_stride_b + h * kv_num_blocks_stride_h + q_block
     listed = tl.load(kv_offsets_ptr + row_of_blocks)
     num_blocks = tl.load(kv_num_blocks_ptr + row_of_blocks)
-    last = num_blocks * tiles_per_block
+    last = num_blocks
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, query,
         key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,
         document_id_ptr, document_id_size0,
-        kv_indices_ptr + listed, tiles_per_block,
+        kv_indices_ptr + listed,
         0, last, True,
     )
 
     # Full blocks need no mask.
     listed += num_blocks
-    last = tl.load(full_kv_num_blocks_ptr + row_of_blocks) * tiles_per_block
+    last = tl.load(full_kv_num_blocks_ptr + row_of_blocks)
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, query,
         key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,
         document_id_ptr, document_id_size0,
-        kv_indices_ptr + listed, tiles_per_block,
+        kv_indices_ptr + listed,
         0, last, False,
     )
 

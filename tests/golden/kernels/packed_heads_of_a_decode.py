@@ -100,8 +100,9 @@ def forward(
     # One program computes BLOCK_M rows of one key/value head; a row is one query of one of its query heads.
     tiles_per_head = tl.cdiv(Q_LEN * GQA_SHARED_HEADS, BLOCK_M)
     row_tile = tl.program_id(0) % tiles_per_head
-    b = tl.program_id(0) // tiles_per_head // (Q_HEADS // GQA_SHARED_HEADS)
-    kv_head = tl.program_id(0) // tiles_per_head % (Q_HEADS // GQA_SHARED_HEADS)
+    kv_heads = Q_HEADS // GQA_SHARED_HEADS
+    b = tl.program_id(0) // tiles_per_head // kv_heads
+    kv_head = tl.program_id(0) // tiles_per_head % kv_heads
     packed = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     q_idx = packed // GQA_SHARED_HEADS
     h = kv_head * GQA_SHARED_HEADS + packed % GQA_SHARED_HEADS

@@ -1,0 +1,1 @@
+"""flexgen as operators of torch: what compiled, exported and transformed programs hold."""

@@ -1,0 +1,124 @@
+"""The operators `flexgen::attention` and `flexgen::attention_backward`: schemas, fake kernels, autograd and vmap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flexgen.errors import UnsupportedProblemError
+from flexgen.torch_library.run import Arguments, fake_backward, fake_forward, run_backward, run_forward
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_SHARED = (
+    "Tensor query, Tensor key, Tensor value, Tensor[] buffers, Tensor?[] block_lists, SymInt[] block_sizes, "
+    "SymInt[] integers, float[] floats, float? scale, bool max_scores, str spec, str options"
+)
+_COUNT = len(_SHARED.split(", "))
+_BUFFERS = 3  # where the buffers stand among the arguments
+
+_operator = torch.library.custom_op
+
+
+@_operator("flexgen::attention", mutates_args=(), schema=f"({_SHARED}) -> (Tensor, Tensor, Tensor)")
+def attention(*arguments: Any) -> Outputs:
+    """Return output, logsumexp and max_scores; see `Arguments`."""
+    return run_forward(Arguments(*arguments))
+
+
+@_operator(
+    "flexgen::attention_backward",
+    mutates_args=(),
+    schema=f"({_SHARED}, Tensor output, Tensor logsumexp, Tensor grad_output, Tensor? grad_logsumexp, bool[] wanted) "
+    "-> Tensor[]",
+)
+def attention_backward(*arguments: Any) -> list[torch.Tensor]:
+    """Return the wanted ones of the gradients of query, key, value and the buffers; see `run_backward`."""
+    return run_backward(Arguments(*arguments[:_COUNT]), *arguments[_COUNT:])
+
+
+@attention.register_fake
+def _(*arguments: Any) -> Outputs:
+    return fake_forward(Arguments(*arguments))
+
+
+@attention_backward.register_fake
+def _(*arguments: Any) -> list[torch.Tensor]:
+    return fake_backward(Arguments(*arguments[:_COUNT]), arguments[-1])
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    query, key, value, buffers, lists, *plain = inputs
+    present = [tensor for tensor in lists if tensor is not None]
+    ctx.save_for_backward(query, key, value, output[0], output[1], *buffers, *present)
+    ctx.counts = (len(buffers), [tensor is not None for tensor in lists])
+    ctx.plain = plain
+    ctx.set_materialize_grads(False)
+
+
+def _saved_arguments(ctx: Any) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
+    query, key, value, output, logsumexp, *rest = ctx.saved_tensors
+    buffer_count, has_list = ctx.counts
+    buffers, lists = rest[:buffer_count], iter(rest[buffer_count:])
+    block_lists = [next(lists) if has else None for has in has_list]
+    return (query, key, value, buffers, block_lists, *ctx.plain), output, logsumexp
+
+
+def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    refuse_grad_of_max_scores(grads[2])
+    arguments, output, logsumexp = _saved_arguments(ctx)
+    needed = ctx.needs_input_grad
+    wanted = [*needed[:_BUFFERS], *_flat(needed[_BUFFERS], len(arguments[_BUFFERS]))]
+    grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
+    found = iter(attention_backward(*arguments, output, logsumexp, grad_output, grads[1], wanted))
+    results = [next(found) if is_wanted else None for is_wanted in wanted]
+    nothing: list[Any] = [None] * (_COUNT - _BUFFERS - 2)
+    return (*results[:_BUFFERS], results[_BUFFERS:], [None] * len(arguments[_BUFFERS + 1]), *nothing)
+
+
+def _flat(needed: Any, count: int) -> list[bool]:
+    return list(needed) if isinstance(needed, Sequence) else [bool(needed)] * count
+
+
+def refuse_grad_of_max_scores(grad: torch.Tensor | None) -> None:
+    """Raise if the loss depends on max_scores."""
+    if grad is not None:
+        raise UnsupportedProblemError(
+            "the loss depends on max_scores, which flexgen does not differentiate",
+            why="a maximum over keys passes its gradient to single keys; no kernel computes that",
+            fix="use max_scores.detach(), or build the loss on the logsumexp",
+        )
+
+
+attention.register_autograd(_backward, setup_context=_set_up)
+
+
+def _each(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
+    """Call the operator once for each entry of the dimension that is mapped over."""
+    return [
+        operator(*(_entry(argument, dim, at) for argument, dim in zip(arguments, in_dims, strict=True)))
+        for at in range(info.batch_size)
+    ]
+
+
+def _entry(argument: Any, dim: Any, at: int) -> Any:
+    if isinstance(argument, list | tuple):
+        dims = dim if isinstance(dim, list | tuple) else [dim] * len(argument)
+        return [_entry(item, own, at) for item, own in zip(argument, dims, strict=True)]
+    return argument if dim is None or not isinstance(argument, torch.Tensor) else argument.select(dim, at)
+
+
+@attention.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Outputs, tuple[int, int, int]]:
+    results = _each(attention, info, in_dims, arguments)
+    output, logsumexp, max_scores = (torch.stack(parts) for parts in zip(*results, strict=True))
+    return (output, logsumexp, max_scores), (0, 0, 0)
+
+
+@attention_backward.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[torch.Tensor], list[int]]:
+    results = _each(attention_backward, info, in_dims, arguments)
+    grads = [torch.stack(parts) for parts in zip(*results, strict=True)]
+    return grads, [0] * len(grads)

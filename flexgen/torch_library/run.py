@@ -1,0 +1,145 @@
+"""What the operators do when they run: an Attention made from the operator's texts, called with its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from flexgen.attention import Attention
+from flexgen.aux_outputs import AuxRequest
+from flexgen.capture.live import Reading
+from flexgen.runtime.differentiable import Saved
+from flexgen.runtime.describe import check_tensors, to_bhsd
+from flexgen.torch_library.block_lists import block_mask_of
+from flexgen.torch_library.spec import KEPT, captured_of, parse_options
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments that the forward and the backward operator share, in the order of their schemas.
+
+    Attributes:
+        query, key, value: in the layout of the options.
+        buffers, integers, floats: what the mods captured, in the order that the spec declares.
+        block_lists, block_sizes: a block mask, or empty.
+        scale: the softmax scale; None for the default.
+        max_scores: whether the call returns them.
+        spec, options: texts, see `spec.py`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    buffers: Sequence[torch.Tensor]
+    block_lists: Sequence[torch.Tensor | None]
+    block_sizes: Sequence[int]
+    integers: Sequence[int]
+    floats: Sequence[float]
+    scale: float | None
+    max_scores: bool
+    spec: str
+    options: str
+
+    @property
+    def layout(self) -> str:
+        return parse_options(self.options).layout
+
+    @property
+    def aux_dtype(self) -> torch.dtype:
+        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+
+
+@lru_cache(maxsize=KEPT)
+def _attention(spec: str, options: str) -> Attention:
+    """Return the Attention that runs calls of these texts; it keeps their kernels."""
+    return Attention(None, None, parse_options(options))
+
+
+def _reading(call: Arguments) -> Reading:
+    captured = captured_of(call.spec, call.aux_dtype, list(call.buffers))
+    integers, floats = iter(call.integers), iter(call.floats)
+    scalars = tuple([next(floats if s.dtype.is_floating_point else integers) for s in captured.mods.scalars])
+    return Reading(captured, tuple(call.buffers), scalars)
+
+
+def run_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return output, logsumexp, and max_scores, of no elements unless asked for."""
+    outputs = _attention(call.spec, call.options).run(
+        _reading(call),
+        (call.query, call.key, call.value),
+        call.scale,
+        AuxRequest(lse=True, max_scores=call.max_scores),
+        block_mask_of(call.block_lists, call.block_sizes),
+    )
+    absent = call.query.new_empty(0, dtype=call.aux_dtype)
+    return outputs["output"], outputs["logsumexp"], outputs.get("max_scores", absent)
+
+
+def fake_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `run_forward` would, without data: the same shapes, dtypes and strides."""
+    check_tensors(call.query, call.key, call.value, call.layout)
+    query, value = to_bhsd(call.query, call.layout), to_bhsd(call.value, call.layout)
+    b, h, s, _ = query.shape
+    d = value.shape[3]
+    if call.layout == "bshd":
+        output = query.new_empty((b, s, h, d))
+    elif query.stride(1) < query.stride(2):
+        output = query.new_empty((b, s, h, d)).transpose(1, 2)
+    else:
+        output = query.new_empty((b, h, s, d))
+    aux = query.new_empty((b, h, s), dtype=call.aux_dtype)
+    return output, aux, aux.new_empty((b, h, s) if call.max_scores else (0,))
+
+
+def run_backward(
+    call: Arguments,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    grad_output: torch.Tensor,
+    grad_logsumexp: torch.Tensor | None,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    """Return the wanted ones of the gradients of query, key, value and the buffers, each contiguous.
+
+    Args:
+        output, logsumexp: what the forward returned.
+        grad_output, grad_logsumexp: the gradients in them.
+        wanted: one for each of query, key, value and the buffers.
+    """
+    layout = call.layout
+    query, key, value = (to_bhsd(tensor, layout) for tensor in (call.query, call.key, call.value))
+    batch = query.shape[0]
+    key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+    names = ["query", "key", "value", *(f"buffer {index}" for index in range(len(call.buffers)))]
+    wanted_names = [name for name, is_wanted in zip(names, wanted, strict=True) if is_wanted]
+    found = _attention(call.spec, call.options).gradients(
+        _reading(call),
+        (call.query, call.key, call.value),
+        call.scale,
+        block_mask_of(call.block_lists, call.block_sizes),
+        Saved(query, key, value, to_bhsd(output, layout), logsumexp, tuple(call.buffers)),
+        to_bhsd(grad_output, layout),
+        grad_logsumexp,
+        frozenset(wanted_names),
+    )
+    return [_as_given(call, name, found[name]) for name in wanted_names]
+
+
+def _as_given(call: Arguments, name: str, grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in its tensor's layout and batch."""
+    if name not in ("query", "key", "value"):
+        return grad.contiguous()
+    given: torch.Tensor = getattr(call, name)
+    grad = to_bhsd(grad, call.layout)
+    if grad.shape[0] != given.shape[0]:
+        grad = grad.sum(0, keepdim=True, dtype=call.aux_dtype).to(given.dtype)
+    return grad.contiguous()
+
+
+def fake_backward(call: Arguments, wanted: Sequence[bool]) -> list[torch.Tensor]:
+    """Return what `run_backward` would, without data."""
+    inputs = (call.query, call.key, call.value, *call.buffers)
+    return [t.new_empty(t.shape) for t, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
