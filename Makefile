@@ -45,9 +45,10 @@ install: $(INSTALLED) ## set up .venv
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "flexgen needs Python 3.11 or later; name one with: make PYTHON=/path/to/python3" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+	@echo "setting up $(VENV) with $(PYTHON): a few minutes on a new machine"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) build dist *.egg-info demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -58,8 +58,12 @@ def checks() -> list[Check]:
         for rows in (64, 128):
             forced = {"BLOCK_M": rows}
             found.append(Check(f"causal rows={rows} D={head_dim}", head_dim, "causal", options=forced, aux=True))
-            found.append(Check(f"tails rows={rows} D={head_dim}", head_dim, "causal", lengths=(1000, 777), options=forced))
-            found.append(Check(f"no mask tails rows={rows} D={head_dim}", head_dim, lengths=(333, 1501), options=forced))
+            found.append(
+                Check(f"tails rows={rows} D={head_dim}", head_dim, "causal", lengths=(1000, 777), options=forced)
+            )
+            found.append(
+                Check(f"no mask tails rows={rows} D={head_dim}", head_dim, lengths=(333, 1501), options=forced)
+            )
             found.append(Check(f"softcap rows={rows} D={head_dim}", head_dim, "softcap", options=forced))
         found.append(Check(f"fully masked rows D={head_dim}", head_dim, "future", lengths=(1000, 1000), aux=True))
         found.append(Check(f"fp16 D={head_dim}", head_dim, "causal", dtype="float16", aux=True))
@@ -107,7 +111,10 @@ def mods_of(check: Check, device: str) -> tuple[Mod | None, Mod | None]:
         case ["two", "windows"]:
             return None, lambda b, h, q_idx, kv_idx: (abs(q_idx - kv_idx) < 40) | (abs(q_idx - kv_idx - 500) < 40)
         case ["parity"]:
-            return None, lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 200) & ((q_idx ^ kv_idx) % 2 == 0)
+            return (
+                None,
+                lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx - kv_idx < 200) & ((q_idx ^ kv_idx) % 2 == 0),
+            )
         case ["constant"]:
             return (lambda score, b, h, q_idx, kv_idx: torch.zeros_like(score)), causal
     if check.mods == "bias":
@@ -152,7 +159,10 @@ def reference(check: Check, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, 
     key, value = (t.repeat_interleave(group, 1) for t in (key, value))
     score_mod, mask_mod = mods_of(check, "cuda")
     score = query @ key.mT / query.shape[3] ** 0.5
-    b, h, q, k = torch.meshgrid(*(torch.arange(n, device="cuda") for n in score.shape), indexing="ij", )
+    b, h, q, k = torch.meshgrid(
+        *(torch.arange(n, device="cuda") for n in score.shape),
+        indexing="ij",
+    )
     if score_mod is not None:
         score = score_mod(score, b, h, q, k)
     if mask_mod is not None:

@@ -13,6 +13,7 @@ from flexgen.aux_outputs import AuxOutput, AuxRequest
 from flexgen.errors import OptionError, UnsupportedProblemError
 from flexgen.lowered import Lowered
 from flexgen.options import Options
+from flexgen.torch_library.traced import call_traced
 
 __all__ = ["Attention", "AuxOutput", "AuxRequest", "Lowered", "compile", "flex_attention"]
 
@@ -37,6 +38,14 @@ def compile(
         OptionError: an unknown option, or a value that is not allowed.
     """
     return Attention(score_mod, mask_mod, Options.of(options))
+
+
+# torch.compile steps over the call, or says this where it may not; the attributes are what torch.compiler.disable sets,
+# which would load all of torch.compile.
+compile._torchdynamo_disable = True  # type: ignore[attr-defined]
+compile._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "flexgen.compile makes an Attention that keeps its kernels: move the call out of the compiled region"
+)
 
 
 def flex_attention(
@@ -76,9 +85,13 @@ def flex_attention(
             fix="drop return_lse and pass return_aux=flexgen.AuxRequest(lse=True)",
         )
     mask_mod = None if block_mask is None else block_mask.mask_mod
-    attention = _attention(score_mod, mask_mod, tuple(sorted((kernel_options or {}).items())))
+    options = tuple(sorted((kernel_options or {}).items()))
     request = AuxRequest(lse=True) if return_lse and return_aux is None else return_aux
-    result = attention(query, key, value, scale, request, block_table=block_mask)
+    if torch.compiler.is_dynamo_compiling():
+        result = call_traced(score_mod, mask_mod, options, (query, key, value), scale, request, block_mask)
+    else:
+        attention = _attention(score_mod, mask_mod, options)
+        result = attention(query, key, value, scale, request, block_table=block_mask)
     return (result[0], result[1].lse) if return_lse and return_aux is None else result
 
 

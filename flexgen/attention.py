@@ -131,10 +131,7 @@ class Attention:
             outputs = self._through_operator(tensors, scale, aux, block_table, validate)
         else:
             outputs = self.run(self._read(*tensors), tensors, scale, aux, block_table, validate)
-        if return_aux is None:
-            return outputs["output"]
-        lse = outputs["logsumexp"] if aux.lse else None
-        return outputs["output"], AuxOutput(lse, outputs["max_scores"] if aux.max_scores else None)
+        return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
 
     def run(
         self,

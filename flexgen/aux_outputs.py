@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,3 +49,10 @@ def read_aux_request(return_aux: Any) -> AuxRequest:
             fix="pass flexgen.AuxRequest(lse=True, max_scores=True)",
         )
     return AuxRequest(bool(return_aux.lse), bool(return_aux.max_scores))
+
+
+def aux_output(outputs: Mapping[str, torch.Tensor], request: AuxRequest) -> AuxOutput:
+    """Return what was asked for of a call's outputs."""
+    return AuxOutput(
+        outputs["logsumexp"] if request.lse else None, outputs["max_scores"] if request.max_scores else None
+    )

@@ -23,7 +23,7 @@ RESERVED: frozenset[str] = frozenset(
 # Names that emitted kernels bind where captured values are in scope: parameters, local variables and functions.
 # A test compares them with what kernels bind.
 _BOUND_IN_KERNELS = frozenset(
-    (
+    (  # noqa: SIM905
         "accumulate ahead as_operand attend attend_tile aux_offset b_hi b_lo barriers base batch batch_head "
         "batch_heads block classify column_exists consume consumer consumer_registers count count_blocks "
         "count_offset counts decide_blocks delta desc descriptors end exists fill_blocks finish_scores first "
@@ -35,11 +35,11 @@ _BOUND_IN_KERNELS = frozenset(
         "row_tile row_tile_at row_tiles score_grad score_mod shape shared_head slot sm_scale softmax start "
         "start_copy state states step store_rows swap tile tile_at tiles tiles_per_block tiles_per_head "
         "tiles_per_own_block tiles_per_q_block turn turn_count v_dim value_desc visited wait_for wanted warpgroup "
-        "weight wide_kv_head width"
+        "weight wide_kv_head"
     ).split()
 )
 _PRELUDE = frozenset(
-    (
+    (  # noqa: SIM905
         "expm1 float_floor_div float_floor_mod floor_div floor_mod log1p power round_half_even sigmoid sign tanh "
         "tanh_approx truncate"
     ).split()
@@ -48,7 +48,7 @@ _PRELUDE = frozenset(
 # like the numbered names of loop bounds; or like what backward kernels make of a buffer's name.
 _TEMPLATE_LIKE = re.compile(
     r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|num_warps|num_stages|num_ctas|stride_\w+|\w+_(ptr|desc|stride_?\w+|size\d+)"
-    r"|(gap|width|lo|hi|full_lo|full_hi|consumer)(_\d+)?|backward_\w+"
+    r"|(lo|hi|full_lo|full_hi|consumer)(_\d+)?|(gap|width)_\d+|backward_\w+"
     r"|(grad|share_of|scale_of|largest_of|contribution|scatter|measure|head_grad|head_query|summarise)_\w+"
     r"|(query|key|value)_(b|h|empty|full|phase|slot|tiles)"
 )

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from flexgen.codegen.dialects.gluon import helpers_in, translate
 from flexgen.codegen.dialects.triton import Dialect
 from flexgen.codegen.emit import LOG2_E, Variable, line_map, mod_context, row_max_floor
 from flexgen.codegen.gluon_header import gluon_header
 from flexgen.codegen.gluon_text import GluonHoles, GluonText
 from flexgen.codegen.key import kernel_key
-from flexgen.codegen.mod_printer import PrintedLine, PrintedMod, print_mod
+from flexgen.codegen.mod_printer import MOD_INPUTS, PrintedLine, PrintedMod, print_function, print_mod
+from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.render import render
 from flexgen.codegen.source import KernelSource
 from flexgen.codegen.wrap import wrap_long_lines
 from flexgen.ir.graph import Mods
 from flexgen.ir.origins import Origins
 from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan, Template
+from flexgen.lowering.score_fold import ScoreFold
 
 TEMPLATES = {Template.WARP_SPECIALISED: "forward_ws", Template.ONE_WARPGROUP: "forward_one"}
 
@@ -24,7 +28,7 @@ TEMPLATES = {Template.WARP_SPECIALISED: "forward_ws", Template.ONE_WARPGROUP: "f
 def emit_gluon(mods: Mods, origins: Origins, plan: GluonPlan) -> KernelSource:
     """Return the forward kernel of a plan."""
     context = mod_context(mods, Dialect(hardware=True, fast_tanh=plan.FAST_TANH), plan.wide, False)
-    score = print_mod(mods.score, origins, context, plan.accumulator_dtype) if mods.score else None
+    score = _print_score(plan.score, origins, context) if plan.score else None
     mask = print_mod(mods.mask, origins, context, plan.accumulator_dtype) if mods.mask else None
     text = GluonText(plan, score, mask, context)
     holes = text.holes()
@@ -41,6 +45,14 @@ def emit_gluon(mods: Mods, origins: Origins, plan: GluonPlan) -> KernelSource:
         )
     )
     return KernelSource(module, "forward", holes.args, line_map(module, printed), kernel_key(mods, origins, plan))
+
+
+def _print_score(fold: ScoreFold, origins: Origins, context: PrintContext) -> PrintedMod:
+    if fold.before == fold.after == 1.0:
+        return print_mod(fold.graph, origins, context, torch.float32)
+    doc = f"{fold.graph.name}: the score of one (query, key) pair, but for the factors in SCORE_SCALE and WEIGHT_SCALE."
+    inputs = MOD_INPUTS["score"]
+    return print_function("score_mod", doc, inputs, fold.graph.root, fold.origins(origins), context, torch.float32)
 
 
 def _in_gluon(mod: PrintedMod) -> PrintedMod:
@@ -90,11 +102,18 @@ def _resources(plan: GluonPlan) -> list[Variable]:
 
 
 def _numbers(plan: GluonPlan, holes: GluonHoles) -> list[Variable]:
+    """Return the constants of the softmax: of scores, of weights, and where row maxima start."""
+    before, after = (plan.score.before, plan.score.after) if plan.score else (1.0, 1.0)
     found = []
-    folded = plan.FOLD_SCALE and plan.SM_SCALE is not None
-    multiplier = plan.SM_SCALE * LOG2_E if folded and plan.SM_SCALE is not None else LOG2_E
-    if plan.SM_SCALE is not None and (holes.scale_score or plan.OUTPUT_LOGSUMEXP or plan.OUTPUT_MAX):
-        found.append(Variable("SM_SCALE", repr(plan.SM_SCALE)))
-    comment = "the softmax scale times log2(e)" if folded else "weights are computed in base 2"
-    found.append(Variable("SCALE_LOG2_E" if folded else "LOG2_E", repr(multiplier), comment))
-    return [*found, row_max_floor(plan.SUBTRACT_FIRST, multiplier)]
+    if plan.SM_SCALE is not None and holes.scale_score:
+        comment = f"the softmax scale times {before:.6g}, score_mod's factor" if before != 1.0 else "the softmax scale"
+        found.append(Variable("SCORE_SCALE", repr(plan.SM_SCALE * before), comment))
+    scale = plan.SM_SCALE if plan.FOLD_SCALE and plan.SM_SCALE is not None else after
+    if holes.uses_maximum and scale != 1.0:
+        found.append(Variable("MAX_SCALE", repr(scale), "of a row maximum, to be a score"))
+    if plan.FOLD_SCALE:
+        comment = "log2(e) times the softmax scale"
+    else:
+        comment = f"log2(e) times {after:.6g}, score_mod's factor" if after != 1.0 else "log2(e)"
+    found.append(Variable("WEIGHT_SCALE", repr(scale * LOG2_E), f"{comment}: weights are computed in base 2"))
+    return [*found, row_max_floor(plan.SUBTRACT_FIRST, scale * LOG2_E)]

@@ -53,7 +53,7 @@ class GluonHoles:
     score_call: str
     needs_mask: str
     masked: str
-    exponent_scale: str
+    uses_maximum: bool
     natural_max: str
     store_params: tuple[str, ...]
     place_params: tuple[str, ...]
@@ -100,12 +100,12 @@ class GluonText:
             uses_q_idx=self._uses_q_idx,
             uses_kv_idx=self.checks or self.score is not None,
             scale=self._scale,
-            scale_score=not plan.FOLD_SCALE and plan.SM_SCALE != 1.0,
+            scale_score=not plan.FOLD_SCALE and (plan.SM_SCALE is None or plan.SM_SCALE * self._before != 1.0),
             score_call=self.score.call(score="score", **_INDICES) if self.score else "",
             needs_mask=self._needs_mask(),
             masked=self._masked(),
-            exponent_scale="SCALE_LOG2_E" if plan.FOLD_SCALE else "LOG2_E",
-            natural_max="row_max * SM_SCALE" if plan.FOLD_SCALE else "row_max",
+            uses_maximum=plan.OUTPUT_LOGSUMEXP or plan.OUTPUT_MAX,
+            natural_max="row_max * MAX_SCALE" if plan.FOLD_SCALE or self._after != 1.0 else "row_max",
             store_params=tuple(self._store_params()),
             place_params=tuple(self._place_params()),
             attend_params=tuple(self._attend_params()),
@@ -118,7 +118,15 @@ class GluonText:
 
     @property
     def _scale(self) -> str:
-        return "sm_scale" if self.plan.SM_SCALE is None else "SM_SCALE"
+        return "sm_scale" if self.plan.SM_SCALE is None else "SCORE_SCALE"
+
+    @property
+    def _before(self) -> float:
+        return self.plan.score.before if self.plan.score else 1.0
+
+    @property
+    def _after(self) -> float:
+        return self.plan.score.after if self.plan.score else 1.0
 
     @property
     def _uses_q_idx(self) -> bool:

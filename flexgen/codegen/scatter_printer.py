@@ -226,7 +226,7 @@ def calls(
         indices: texts of b, h, q_idx and kv_idx inside the loop.
         exists: the condition that an own position exists, "" where all do.
     """
-    value, carried = f"value_{scatter.suffix}", scatter.carried
+    value, carried = f"share_of_{scatter.suffix}", scatter.carried
     contribution = scatter.contribution.call(score="score", grad="grad_score", **indices)
     if not carried:
         return ScatterCalls(value, contribution, scatter.call(value, "counts", indices), "", "")

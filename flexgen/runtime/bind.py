@@ -10,7 +10,6 @@ from flexgen.codegen.source import Arg, Role
 from flexgen.runtime.describe import Launch
 from flexgen.runtime.gluon_descriptor import Descriptor, descriptor_form
 
-
 Value = torch.Tensor | Descriptor | int | float
 
 

@@ -28,6 +28,12 @@ class OwnGrid(Protocol):
     """A plan that says itself how many programs compute a number of row tiles."""
 
     @property
+    def target(self) -> Target: ...
+
+    @property
+    def compile_options(self) -> dict[str, int]: ...
+
+    @property
     def BLOCK_M(self) -> int: ...
 
     def programs(self, tiles: int, processors: int) -> int: ...
@@ -103,7 +109,8 @@ class Kernel:
 def program_count(plan: Plan, launch: Launch) -> int:
     """Return how many programs a launch needs: tiles of a head times heads times batch."""
     if isinstance(plan, OwnGrid):
-        return plan.programs(_tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads, processors(launch.device))
+        tiles = _tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads
+        return plan.programs(tiles, processors(launch.device))
     match plan:
         case DeltaPlan():
             return _tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads

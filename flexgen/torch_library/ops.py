@@ -74,8 +74,15 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
     grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
     found = iter(attention_backward(*arguments, output, logsumexp, grad_output, grads[1], wanted))
     results = [next(found) if is_wanted else None for is_wanted in wanted]
-    nothing: list[Any] = [None] * (_COUNT - _BUFFERS - 2)
-    return (*results[:_BUFFERS], results[_BUFFERS:], [None] * len(arguments[_BUFFERS + 1]), *nothing)
+    others = [_no_gradient(argument) for argument in arguments[_BUFFERS + 1 :]]
+    return (*results[:_BUFFERS], results[_BUFFERS:], *others)
+
+
+def _no_gradient(argument: Any) -> Any:
+    """Return what torch.library takes for "no gradient": a list for a list of tensors, and an empty one for any empty."""
+    if isinstance(argument, list | tuple) and all(isinstance(item, torch.Tensor) for item in argument):
+        return [None] * len(argument)
+    return None
 
 
 def _flat(needed: Any, count: int) -> list[bool]:

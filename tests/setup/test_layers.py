@@ -39,9 +39,9 @@ LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
 # Where a library may be imported at all; anything may import what is not named here.
 ALLOWED_IN = {
-    "sympy": {"lowering"},
     "jinja2": {"codegen"},
     "rich": {"commands"},
+    "matplotlib": {"commands"},
     "attn_gym": set(),
     "transformers": {"integrations"},
 }

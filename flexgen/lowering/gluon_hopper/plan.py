@@ -11,10 +11,14 @@ from flexgen.lowering.decision import Decision
 from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.intervals import Interval
 from flexgen.lowering.schedule import Schedule
+from flexgen.lowering.score_fold import ScoreFold
 from flexgen.lowering.targets import Target
 
 WARPGROUP_ROWS = 64  # rows of scores that one warpgroup's matrix instruction computes
 PROGRAM_WARPS = 4  # warps of one warpgroup; Gluon adds those of the other partitions itself
+
+
+ONE_HEAD = IndexMap()  # rows of a tile are consecutive queries of one head
 
 
 class Template(enum.Enum):
@@ -39,6 +43,7 @@ class GluonPlan:
         KV_TAIL: the last key tile may reach past KV_LEN.
         CONSUMER_REGISTERS, PRODUCER_REGISTERS: registers of a thread after the partitions have shared them out.
         maxnreg: registers of a thread at launch.
+        score: score_mod without its constant factors, and these; None for no score_mod.
         live_keys: where a row's live keys are exactly one interval, that interval: the mask is then one unsigned
             compare, which also bounds the keys by KV_LEN; else None, and mask_mod is evaluated.
         shared_bytes: an upper bound.
@@ -73,6 +78,7 @@ class GluonPlan:
     FOLD_SCALE: bool
     SUBTRACT_FIRST: bool
     shared_bytes: int
+    score: ScoreFold | None
     live_keys: Interval | None
     schedule: Schedule
     query_dtype: torch.dtype
@@ -81,7 +87,7 @@ class GluonPlan:
     PRESCALE_QK: bool = False
     USE_TMA: bool = True
     USE_SUBTILING: bool = False
-    index_map: IndexMap = IndexMap()
+    index_map: IndexMap = ONE_HEAD
 
     @property
     def accumulator_dtype(self) -> torch.dtype:

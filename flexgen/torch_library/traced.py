@@ -1,0 +1,64 @@
+"""The drop-in flex_attention inside a region that torch.compile traces, where no Attention is at hand."""
+
+from __future__ import annotations
+
+import types
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
+from flexgen.capture.live import LiveMods
+from flexgen.options import Options
+from flexgen.torch_library.call import OperatorForm, autocast, call_operator, operator_form
+from flexgen.torch_library.spec import KEPT
+
+Parts = tuple[Any, Any]
+
+
+def call_traced(
+    score_mod: Any,
+    mask_mod: Any,
+    options: tuple[tuple[str, Any], ...],
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float | None,
+    return_aux: AuxRequest | None,
+    block_mask: Any,
+) -> Any:
+    """Call the operator with the mods' captured values as its arguments; see `flex_attention`."""
+    aux = read_aux_request(return_aux)
+    tensors = autocast(tensors)
+    form = _form(*_parts(score_mod), *_parts(mask_mod), options, tensors[0].dtype)
+    outputs = call_operator(form, score_mod, mask_mod, tensors, scale, aux.max_scores, block_mask)
+    return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+
+
+def _parts(mod: Any) -> Parts:
+    """Return the function and the receiver of a bound method: torch.compile knows the values of both, not of it."""
+    return (mod.__func__, mod.__self__) if isinstance(mod, types.MethodType) else (mod, None)
+
+
+def _form(
+    score_function: Any,
+    score_receiver: Any,
+    mask_function: Any,
+    mask_receiver: Any,
+    options: tuple[tuple[str, Any], ...],
+    query_dtype: torch.dtype,
+) -> OperatorForm:
+    mods = LiveMods(_mod(score_function, score_receiver), _mod(mask_function, mask_receiver))
+    return operator_form(mods, _options(options), query_dtype)
+
+
+# torch.compile runs it while it traces and takes the result for a constant, see `Attention._operator_form`.
+_form._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _mod(function: Any, receiver: Any) -> Any:
+    return function if receiver is None else types.MethodType(function, receiver)
+
+
+@lru_cache(maxsize=KEPT)
+def _options(options: tuple[tuple[str, Any], ...]) -> Options:
+    return Options.of(dict(options))
