@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-import flexgen.torch_library.ops  # registers the operators
 from flexgen.attention import Attention
 from flexgen.aux_outputs import AuxOutput, AuxRequest
 from flexgen.errors import OptionError, UnsupportedProblemError

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flexgen.aux_outputs import AuxOutput, AuxRequest, read_aux_request
+from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
 from flexgen.ir.graph import Axis
@@ -39,8 +39,10 @@ from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
 from flexgen.runtime.prepared import Prepared, tensor_form
 from flexgen.runtime.table_cache import TableRequest, Values
+from flexgen.sinks import add_sinks, check_sinks
 from flexgen.tables import Tables, check_derived, placeholder_lists
 from flexgen.torch_library.call import OperatorForm, autocast, call_operator, needs_operator, operator_form
+from flexgen.torch_library.refuse import refuse
 from flexgen.training import Basis, Training
 
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
@@ -99,6 +101,7 @@ class Attention:
         return_aux: AuxRequest | None = None,
         *,
         block_table: Any = None,
+        sinks: torch.Tensor | None = None,
         validate: bool = False,
     ) -> Any:
         """Compute attention.
@@ -112,6 +115,8 @@ class Attention:
             return_aux: auxiliary outputs to return.
             block_table: what `block_table(query, key)` returned; or a torch BlockMask: only its listed blocks are
                 visited, and mask_mod is applied on partial blocks only.
+            sinks: [Hq], floating: a logit for each query head that only enlarges the softmax's denominator; it may
+                require grad. The logsumexp includes it, max_scores do not.
             validate: check the block table's lists; waits for the device.
 
         Returns:
@@ -127,11 +132,20 @@ class Attention:
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
+        wanted = aux if sinks is None else replace(aux, lse=True)
         if needs_operator(query):
-            outputs = self._through_operator(tensors, scale, aux, block_table, validate)
+            outputs = self._through_operator(tensors, scale, wanted, block_table, validate)
         else:
-            outputs = self.run(self._read(*tensors), tensors, scale, aux, block_table, validate)
+            outputs = self.run(self._read(*tensors), tensors, scale, wanted, block_table, validate)
+        if sinks is not None:
+            outputs |= self._with_sinks(outputs, sinks)
         return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+
+    def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
+        output, lse = outputs["output"], outputs["logsumexp"]
+        check_sinks(sinks, output, lse.shape[1])
+        output, lse = add_sinks(output, lse, sinks, 1 if self.options.layout == "bhsd" else 2)
+        return {"output": output, "logsumexp": lse}
 
     def run(
         self,
@@ -208,7 +222,7 @@ class Attention:
     ) -> dict[str, torch.Tensor]:
         """Make the call as one operator that whatever traces the program can see; torch.compile traces this."""
         if validate:
-            raise UnsupportedProblemError(
+            refuse(
                 "validate=True was passed to a call that is being traced",
                 why="it looks at the lists' contents, which a trace does not have",
                 fix="validate the block table in a call outside of the compiled region",
@@ -258,16 +272,22 @@ class Attention:
 
         Args:
             target: a chip such as "sm_90", or "interpret"; by default the tensors' device, and sm_90 without a GPU.
+
+        Returns:
+            The forward; and the backward kernels, if one of the tensors or of the captured ones requires grad.
         """
         aux = read_aux_request(return_aux)
         reading = self._read(query, key, value)
+        trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
+        loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
         chip = target_named(target) if target else _offline_target(query)
         call = self._describe(reading, query, key, value, scale, aux, block_table, False, chip)
         forward = self._compile(call, chip)
         values = bind(forward.source.args, call.launch, call.outputs.allocate(query.to("meta")))
         form = call.derived
         table = compile_table(call.understood, form, call.guard, chip, Axis.KV) if form else None
-        return Lowered(call.understood, forward, divisible_positions(forward.source.args, values), table)
+        backward = self._training.lower(_basis(call, chip), call.launch, loss_reads_lse) if trains else None
+        return Lowered(call.understood, forward, divisible_positions(forward.source.args, values), table, backward)
 
     def block_table(
         self,
@@ -481,7 +501,7 @@ class Attention:
         derived, parts = call.derived, (call.understood, call.launch)
         request = self._tables.request(*parts, derived, call.guard, target) if derived else None
         prepared = Prepared(self._kernel(call), call.launch, call.outputs, (call.understood, kept), request)
-        prepared.basis = _basis(call, target)
+        prepared.basis = _basis_maker(call, target)
         self._keep(self._prepared, form, prepared)
         return prepared
 
@@ -494,7 +514,12 @@ class Attention:
                     kept.popitem(last=False)
 
 
-def _basis(call: _Call, target: Target) -> Callable[[Any], Basis]:
+def _basis(call: _Call, target: Target) -> Basis:
+    """Return what the backward needs to know of a call."""
+    return _basis_maker(call, target)(tuple(call.launch.scalars.values()))
+
+
+def _basis_maker(call: _Call, target: Target) -> Callable[[Any], Basis]:
     """Return the maker of what the backward needs to know of a call of this form, given its numbers."""
     names, understood, table = list(call.launch.scalars), call.understood, call.table
     scale, problem = call.launch.scale, call.problem

@@ -8,6 +8,7 @@ from flexgen.ir.simplify import Simplified
 from flexgen.lowering.blocks import BlockRule
 from flexgen.lowering.decision import Decision
 from flexgen.lowering.facts import MaskFacts
+from flexgen.lowering.triton.backward_plan import BackwardPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 
 _WIDTH = 100
@@ -35,7 +36,17 @@ def explain(plan: ForwardPlan, facts: MaskFacts, simplified: Simplified, rule: B
     return "\n\n".join(sections) + "\n"
 
 
-def _schedule(plan: ForwardPlan) -> str:
+def explain_backward(name: str, plan: BackwardPlan) -> str:
+    """Return the report of one backward kernel as text."""
+    sections = [
+        f"{name} kernel for {plan.target.name}",
+        "schedule\n" + textwrap.indent(_schedule(plan), "  "),
+        "decisions\n" + "\n".join(line for decision in plan.decisions for line in _decision(decision)),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _schedule(plan: ForwardPlan | BackwardPlan) -> str:
     schedule = plan.schedule
     return "\n".join([f"{schedule.walk.value}: {schedule.because}", *(s.because for s in schedule.segments)])
 

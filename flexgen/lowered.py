@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flexgen.explain import explain
+from flexgen.codegen.source import KernelSource
+from flexgen.explain import explain, explain_backward
+from flexgen.ir.grad_text import print_score_grad
 from flexgen.ir.text import print_mods
+from flexgen.lowering.triton.backward_plan import Accumulation, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.pipeline import ForwardKernel, TableKernel, Understood
+from flexgen.pipeline import BackwardKernels, ForwardKernel, TableKernel, Understood
 from flexgen.runtime.kernel import module_of
 
 if TYPE_CHECKING:
     from flexgen.runtime.build import Binary
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredBackward:
+    """The backward of one configuration, lowered.
+
+    Attributes:
+        kernels: planned and emitted, in the order in which they run.
+        divisible: for delta and each pass, the positions of arguments that are multiples of 16.
+    """
+
+    kernels: BackwardKernels
+    divisible: tuple[frozenset[int], ...]
+
+    @property
+    def passes(self) -> dict[str, tuple[KernelSource, DeltaPlan | BackwardPlan]]:
+        """Source and plan of each kernel by name, in the order in which they run."""
+        return {"backward_delta": self.kernels.delta} | {_pass_name(p): (s, p) for s, p in self.kernels.passes}
+
+
+def _pass_name(plan: BackwardPlan) -> str:
+    return plan.kernel.value + ("_measure" if plan.accumulation is Accumulation.MEASURE else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +50,21 @@ class Lowered:
         forward: the forward kernel.
         divisible: positions of the kernel's arguments that are multiples of 16 in this configuration.
         table: the kernels that derive the block table, where the forward kernel walks one.
+        backward: the backward kernels, where a tensor requires grad.
     """
 
     understood: Understood
     forward: ForwardKernel
     divisible: frozenset[int]
     table: TableKernel | None = None
+    backward: LoweredBackward | None = None
 
     @property
     def source(self) -> dict[str, str]:
-        """Emitted text by entry name."""
+        """Emitted text by name: "forward", "block_table", "backward_delta", "backward_dq", "backward_dkdv"."""
         sources = {self.forward.source.entry: self.forward.source.text}
-        return sources | ({"block_table": self.table.source.text} if self.table else {})
+        sources |= {"block_table": self.table.source.text} if self.table else {}
+        return sources | ({name: s.text for name, (s, _) in self.backward.passes.items()} if self.backward else {})
 
     @property
     def plan(self) -> ForwardPlan:
@@ -45,7 +74,9 @@ class Lowered:
     def explain(self) -> str:
         """Return each decision, its value, why, and what was rejected."""
         rule = self.understood.rule if self.table else None
-        return explain(self.plan, self.understood.facts, self.understood.simplified, rule)
+        report = explain(self.plan, self.understood.facts, self.understood.simplified, rule)
+        backward = self.backward.kernels.passes if self.backward else ()
+        return "\n".join([report, *(explain_backward(_pass_name(plan), plan) for _, plan in backward)])
 
     @property
     def stages(self) -> list[tuple[str, str]]:
@@ -56,28 +87,46 @@ class Lowered:
         return [
             ("01_captured.ir", print_mods(captured.mods, captured.origins)),
             ("02_simplified.ir", fired + print_mods(simplified.mods, simplified.origins)),
+            *self._score_grad(),
             ("03_facts.txt", self.understood.facts.describe() + "\n"),
             ("04_plan.txt", self.explain()),
             *((f"05_{entry}.py", text) for entry, text in self.source.items()),
         ]
 
-    def binary(self) -> Binary:
-        """Compile the forward kernel for its target, offline, with the launcher's own specialisation.
+    def _score_grad(self) -> Iterator[tuple[str, str]]:
+        grad = self.backward.kernels.score_grad if self.backward else None
+        score = self.understood.mods.score
+        if grad is not None and score is not None:
+            yield "03_score_grad.ir", print_score_grad(grad, score)
+
+    def binary(self, entry: str = "forward") -> Binary:
+        """Compile a kernel for its target, offline, with the launcher's own specialisation.
+
+        Args:
+            entry: a name in `source`, other than "block_table".
 
         Raises:
             KernelCompileError: Triton or the assembler refused the kernel.
         """
         from flexgen.runtime.build import compile_entry  # triton is absent on some systems
 
-        source = self.forward.source
-        options = dict(self.plan.compile_options)
+        source, plan, divisible = self._kernel(entry)
+        options = dict(plan.compile_options)
         return compile_entry(
             module_of(source),
             source.entry,
             source.args,
-            self.plan.target,
+            plan.target,
             num_warps=options.pop("num_warps"),
             num_stages=options.pop("num_stages"),
             extra_options=options,
-            divisible=self.divisible,
+            divisible=divisible,
         )
+
+    def _kernel(self, entry: str) -> tuple[KernelSource, ForwardPlan | DeltaPlan | BackwardPlan, frozenset[int]]:
+        if entry == "forward":
+            return self.forward.source, self.plan, self.divisible
+        passes = self.backward.passes if self.backward else {}
+        if self.backward is None or entry not in passes:
+            raise KeyError(f"no kernel {entry!r}; there are forward, {', '.join(passes)}")
+        return *passes[entry], self.backward.divisible[list(passes).index(entry)]

@@ -170,6 +170,18 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "SUBTRACT_FIRST": "The row's maximum is subtracted before scores are multiplied by log2(e), for scores near "
         "the float32 minimum.",
         "ROW_MAX_FLOOR": "Where a row's running maximum starts: finite, so that a row without a live key gives no NaN.",
+        "BACKEND": "Which backend emits the kernel: see the option.",
+        "template": "Of a Gluon kernel: WS, a producer warp that feeds consumer warpgroups, or ONE, one warpgroup.",
+        "CONSUMERS": "Warpgroups of a Gluon kernel that compute; each has 64 of the tile's rows.",
+        "VALUE_STAGES": "Value tiles of a Gluon kernel in shared memory; num_stages counts its key tiles.",
+        "PERSISTENT": "A Gluon kernel runs one program for each multiprocessor, which walks over row tiles.",
+        "KV_TAIL": "The last key tile of a Gluon kernel may reach past KV_LEN.",
+        "maxnreg": "Registers of a Gluon kernel's thread at launch, before the partitions share them out.",
+        "CONSUMER_REGISTERS": "Registers of a consumer's thread in a Gluon kernel.",
+        "PRODUCER_REGISTERS": "Registers of the producer's thread in a Gluon kernel; 0 without one.",
+        "SCORE_SCALE": "The softmax scale, times the constant that score_mod multiplies or divides the score by first.",
+        "WEIGHT_SCALE": "log2(e), times the softmax scale or the constant that score_mod ends with.",
+        "MAX_SCALE": "What makes a row's maximum a score, where scores are kept without a constant factor.",
         "index_map": "Query heads that are packed into the rows of one tile.",
         "shared_bytes": "Shared memory that the tile needs, an upper bound.",
     }

@@ -36,9 +36,12 @@ class Understood:
 
     captured: Captured
     simplified: Simplified
-    facts: MaskFacts  # tiles of one head
-    packed_facts: MaskFacts  # tiles that hold the heads of a group
+    facts: MaskFacts  # of tiles of one head
     rule: BlockRule | None = None  # how blocks are classified, for masks that are no intervals
+
+    def packed_facts(self) -> MaskFacts:
+        """Analyse the mask for tiles that hold the heads of a group; few calls need it."""
+        return analyse_mask(self.mods.mask, origins=self.origins)
 
     @property
     def mods(self) -> Mods:
@@ -71,10 +74,9 @@ def understand(captured: Captured) -> Understood:
     mods = _without_constant_mask(simplified.mods)
     simplified = Simplified(mods, simplified.origins, simplified.fired)
     facts = analyse_mask(simplified.mods.mask, origins=simplified.origins, single_head=True)
-    packed = analyse_mask(simplified.mods.mask, origins=simplified.origins)
     mask = simplified.mods.mask
     rule = block_rule(mask, simplified.origins) if mask is not None and facts.tier in TABLE_TIERS else None
-    return Understood(captured, simplified, facts, packed, rule)
+    return Understood(captured, simplified, facts, rule)
 
 
 def _without_constant_mask(mods: Mods) -> Mods:
@@ -113,7 +115,7 @@ def compile_forward(
 ) -> ForwardKernel:
     """Decide a forward plan and emit its kernel."""
     packs = packs_heads(problem.group, guard.q_bucket, has_table=problem.table is not None)
-    facts = understood.packed_facts if packs else understood.facts
+    facts = understood.packed_facts() if packs else understood.facts
     refusal = "" if problem.table else _why_no_table(understood, problem, guard, target, options, trusted)
     schedule = forward_schedule(facts, table=problem.table, trusted=trusted, without_table=refusal)
     chosen = choose_backend(Question(problem, guard, target, options, understood.mods, facts, schedule))

@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flexgen.lowered import LoweredBackward
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.backward_plan import Accumulation, BackwardPlan
 from flexgen.options import KernelOptions
 from flexgen.pipeline import BackwardKernels, Understood, Wanted, compile_backward
 from flexgen.problem import Guard, Problem
+from flexgen.runtime.bind import bind
 from flexgen.runtime.block_table import BlockTable
 from flexgen.runtime.describe import Launch, describe_guard, describe_problem, scalars_are_trusted
 from flexgen.runtime.differentiable import Gradients, Saved
 from flexgen.runtime.fixed_point import scale_for, to_float
-from flexgen.runtime.kernel import Kernel
+from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import column_lists, table_lists
 
 INPUTS = frozenset({"query", "key", "value"})
@@ -97,6 +99,32 @@ class Training:
         _run(self._compiled(basis, launch, outputs, task), launch, outputs)
         return _collect(wanted, names, buffers, outputs)
 
+    def lower(self, basis: Basis, forward: Launch, loss_reads_logsumexp: bool) -> LoweredBackward:
+        """Return the backward kernels of a call for every tensor that requires grad, without running any.
+
+        Args:
+            forward: the call's launch; of its tensors only shapes and strides matter.
+        """
+        saved = _placeholders(forward)
+        wanted = Wanted(
+            inputs=frozenset(name for name in INPUTS if forward.tensors[name].requires_grad),
+            buffers=frozenset(name for name, buffer in forward.buffers.items() if buffer.requires_grad),
+            from_logsumexp=loss_reads_logsumexp,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        buffers = dict(zip(forward.buffers, saved.buffers, strict=True))
+        launch = _launch(basis, saved, torch.empty_like(saved.output), buffers)
+        outputs = _allocate(launch, wanted) | {"grad_logsumexp": saved.logsumexp}
+        outputs |= {f"scale of {name}": saved.logsumexp for name in wanted.buffers}
+        problem, guard = _described(basis, launch, outputs)
+        trusted = scalars_are_trusted(launch.scalars)
+        kernels = compile_backward(
+            basis.understood, problem, guard, basis.target, self._options, trusted=trusted, wanted=wanted
+        )
+        sources = (kernels.delta[0], *(source for source, _ in kernels.passes))
+        divisible = tuple(divisible_positions(source.args, bind(source.args, launch, outputs)) for source in sources)
+        return LoweredBackward(kernels, divisible)
+
     def _compiled(self, basis: Basis, launch: Launch, outputs: Mapping[str, torch.Tensor], wanted: Wanted) -> _Kernels:
         problem, guard = _described(basis, launch, outputs)
         captured = basis.understood.captured
@@ -110,6 +138,20 @@ class Training:
                 )
                 found = self._kernels[key] = _load(kernels, captured)
         return found
+
+
+def _placeholders(launch: Launch) -> Saved:
+    """Return what a forward would save, with the launch's strides and without memory."""
+    query, key, value = (_without_memory(launch.tensors[name]) for name in ("query", "key", "value"))
+    rows = query.shape[:3]
+    output = _like(query)[..., :1].expand(*rows, value.shape[3]).contiguous()
+    logsumexp = query.new_empty(rows, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
+    buffers = tuple(_without_memory(buffer) for buffer in launch.buffers.values())
+    return Saved(query, key, value, output, logsumexp, buffers)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _load(kernels: BackwardKernels, owner: object) -> _Kernels:

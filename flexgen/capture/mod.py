@@ -91,8 +91,19 @@ def _raised(tracer: Tracer, mod: Callable[..., object], error: Exception, where:
         f"{mod_name(mod, 'the mod')} raised {type(error).__name__}: {message}",
         where=user_span_of_traceback(error.__traceback__) or where,
         why="mods are traced by calling them once with 0-d tensors for score, b, h, q_idx and kv_idx.",
-        fix="make the mod run on 0-d tensors; captured values are read as they are now.",
+        fix=_numpy_fix(mod) or "make the mod run on 0-d tensors; captured values are read as they are now.",
     )
+
+
+def _numpy_fix(mod: Callable[..., object]) -> str | None:
+    """Say what to do about a captured numpy array, which a traced index cannot index."""
+    function = inspect.unwrap(mod) if inspect.isfunction(mod) else mod
+    captured = inspect.getclosurevars(function) if inspect.isfunction(function) else None
+    named = {**captured.globals, **captured.nonlocals} if captured else {}
+    arrays = [name for name, value in named.items() if isinstance(value, np.ndarray)]
+    if not arrays:
+        return None
+    return f"capture {arrays[0]} as a tensor: torch.from_numpy({arrays[0]}), made outside of the mod."
 
 
 def _root(tracer: Tracer, returned: object, dtype: torch.dtype, where: SourceSpan | None) -> Node:

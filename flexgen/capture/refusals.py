@@ -8,7 +8,7 @@ Reason = tuple[str, str]  # why, fix
 
 _RANDOM: Reason = (
     "a mod must give the same value in the forward and in both backward kernels.",
-    "draw the numbers outside, capture the tensor and index it; for dropout, pass dropout_p to the call.",
+    "draw the numbers outside, capture the tensor and index it.",
 )
 _WHOLE_ROW: Reason = (
     "a mod computes one element of the score at a time; this needs a whole row at once.",

@@ -117,11 +117,11 @@ def _holds(value: Any, visit: Visit, values: list[Any]) -> bool:
         case "equal":
             return bool(value == visit.expected)
         case "code":
-            return value.__code__ is visit.expected
+            return bool(value.__code__ is visit.expected)
         case "length":
             return len(value) == visit.expected
         case "same":
-            return value is values[visit.expected]
+            return bool(value is values[visit.expected])
     return True
 
 
@@ -146,8 +146,9 @@ def reader_of(slots: Sequence[Slot], bindings: Bindings, mods: Mods) -> Reader:
 
 def _visit(slot: Slot, places: dict[int, int], is_run_time: bool) -> Visit:
     step, parent = slot.step, None if slot.parent is None else places[slot.parent]
-    check, expected = ("nothing", None) if is_run_time else _check(slot, places)
-    return Visit(parent, step.kind.value, step.key, check, expected)
+    if is_run_time:
+        return Visit(parent, step.kind.value, step.key, "nothing", None)
+    return Visit(parent, step.kind.value, step.key, *_check(slot, places))
 
 
 def _check(slot: Slot, places: dict[int, int]) -> tuple[Check, Any]:

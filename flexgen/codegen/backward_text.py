@@ -77,6 +77,8 @@ class BackwardHoles:
     grad_call: str
     live: Checked
     counts: Checked
+    counts_pairs: bool
+    shares: Checked
     scatters: tuple[ScatterCalls, ...]
     sums: str
     results: str
@@ -170,7 +172,9 @@ class BackwardText:
             score_call=self.score.call(score="score", **self._indices()) if self.score else "",
             grad_call=self.grad.call(score="score", grad="grad_score", **self._indices()) if self.grad else "",
             live=self._live(),
-            counts=self._counts(),
+            counts=Checked(*(f"tl.broadcast_to({text or 'True'}, score.shape)" for text in self._counted())),
+            counts_pairs=any(not scatter.carried and scatter.places for scatter in self.scatters),
+            shares=Checked(*self._counted()),
             scatters=tuple(self._scatter_calls()),
             sums=self._sums(),
             results=", ".join(self._carried_names()),
@@ -235,12 +239,11 @@ class BackwardText:
         checked = " & ".join(term for term in (walked, mask) if term)
         return Checked(checked, walked if self.table and self.two_kinds else "")
 
-    def _counts(self) -> Checked:
-        """Which pairs of a tile count in the gradients of captured buffers."""
+    def _counted(self) -> tuple[str, str]:
+        """Return which pairs of a tile count in the gradients of captured buffers, "" for all: checked, and not."""
         own = f"{self.own.exists}[:, None]" if self.own.exists else ""
         checked = " & ".join(term for term in (own, "live" if self._live().checked else "") if term)
-        unchecked = " & ".join(term for term in (own, self._live().unchecked) if term)
-        return Checked(*(f"tl.broadcast_to({text or 'True'}, score.shape)" for text in (checked, unchecked)))
+        return checked, " & ".join(term for term in (own, self._live().unchecked) if term)
 
     def _scatter_calls(self) -> Iterable[ScatterCalls]:
         dtype = self.plan.accumulator_dtype

@@ -82,6 +82,11 @@ def _variables(plan: GluonPlan, holes: GluonHoles) -> list[Variable]:
     ]
     if plan.V_HEAD_DIM != plan.V_HEAD_DIM_ROUNDED:
         found.append(Variable("V_HEAD_DIM", str(plan.V_HEAD_DIM)))
+    if holes.listed:
+        found.append(Variable("SPARSE_Q_BLOCK_SIZE", str(plan.SPARSE_Q_BLOCK_SIZE)))
+        found += [Variable("SPARSE_KV_BLOCK_SIZE", str(plan.SPARSE_KV_BLOCK_SIZE))] * (holes.walk == "key_table")
+        tiles = plan.SPARSE_KV_BLOCK_SIZE // plan.BLOCK_N
+        found += [Variable("TILES_PER_BLOCK", str(tiles), "key tiles of a listed block")] * (tiles > 1)
     if plan.GQA_SHARED_HEADS > 1:
         found.append(Variable("GQA_SHARED_HEADS", str(plan.GQA_SHARED_HEADS)))
     return found + _numbers(plan, holes)

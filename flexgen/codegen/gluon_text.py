@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, SegmentNames, WalkedAxis
 from flexgen.codegen.dialects.gluon import translate
 from flexgen.codegen.dialects.triton import SIGNATURE_NAMES, TYPE_NAMES, pointer_type
+from flexgen.codegen.forward_text import DERIVED_LISTS, LISTS
 from flexgen.codegen.gluon_live import print_live
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.source import Arg, Role
 from flexgen.codegen.walk_text import grouped
 from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan
+from flexgen.lowering.schedule import Walk
 
 NAMES_A_LINE = 7
+WALKS = {Walk.RANGES: "key_ranges", Walk.DERIVED: "key_lists", Walk.TABLE: "key_table"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,16 @@ class Gap:
 class GluonHoles:
     """Everything the Hopper templates print besides the plan; lists of names are parameters and arguments alike."""
 
+    walk: str
+    listed: bool
+    block_is_tile: bool
     libdevice: bool
     dtype: str
     rows: str
     tiles: tuple[str, ...]
     fulls: bool
     bounds: tuple[str, ...]
+    reduced: bool
     gaps: tuple[Gap, ...]
     visited: str
     first_lo: str
@@ -52,6 +59,7 @@ class GluonHoles:
     scale_score: bool
     score_call: str
     needs_mask: str
+    needs_mask_params: tuple[str, ...]
     masked: str
     uses_maximum: bool
     natural_max: str
@@ -70,28 +78,35 @@ class GluonText:
         self, plan: GluonPlan, score: PrintedMod | None, mask: PrintedMod | None, context: PrintContext
     ) -> None:
         self.plan, self.score = plan, score
-        self.checks = mask is not None or plan.KV_TAIL
+        self.table = plan.schedule.walk is Walk.TABLE
+        self.checks = mask is not None or plan.KV_TAIL or self.table
+        self.listed = plan.schedule.walk is not Walk.RANGES
         self.live = print_live(plan.live_keys, context) if self.checks and plan.live_keys is not None else None
         self.mask = mask if self.live is None else None
-        self.ranges = self._print_ranges(context)
-        self.tiles = ("first", "count", *self._gap_names(), *self._full_names())
+        self.reduced = any(bound.reduce for segment in plan.schedule.segments for bound in segment.bounds)
+        self.ranges = PrintedRanges((), (), (), ()) if self.listed else self._print_ranges(context)
+        self.tiles = self._tiles()
 
     def holes(self) -> GluonHoles:
         plan = self.plan
         segments = self.ranges.names
         args = self._args()
         return GluonHoles(
+            walk=WALKS[plan.schedule.walk],
+            listed=self.listed,
+            block_is_tile=plan.SPARSE_KV_BLOCK_SIZE == plan.BLOCK_N,
             libdevice=any(mod.libdevice for mod in (self.score, self.mask) if mod is not None),
             dtype=f"gl.{TYPE_NAMES[plan.query_dtype]}",
             rows="ROWS",
             tiles=self.tiles,
             fulls=bool(self._full_names()),
             bounds=tuple(translate(line) for line in self.ranges.lines),
+            reduced=self.reduced,
             gaps=tuple(self._gaps()),
             visited=" + ".join(f"{s.hi} - {s.lo}" for s in segments),
-            first_lo=segments[0].lo,
+            first_lo=segments[0].lo if segments else "",
             count="tiles[1]",
-            key_tiles_params=("b", "h", "q_start", "Q_LEN", "KV_LEN", *_names(self.ranges.args)),
+            key_tiles_params=("b", "h", "q_start", "Q_LEN", "KV_LEN", *_names(self._range_args())),
             locate_args=("row_tile", "Q_LEN", "Q_HEADS", *["batch_heads"] * plan.LONG_ROWS_FIRST),
             live_lines=self.live.lines if self.live else (),
             live_params=("b", "h", "q_idx", "Q_LEN", "KV_LEN", *_names(self.live.args if self.live else ())),
@@ -103,6 +118,7 @@ class GluonText:
             scale_score=not plan.FOLD_SCALE and (plan.SM_SCALE is None or plan.SM_SCALE * self._before != 1.0),
             score_call=self.score.call(score="score", **_INDICES) if self.score else "",
             needs_mask=self._needs_mask(),
+            needs_mask_params=("step", "tile", "tiles", *["KV_LEN"] * (self.table or (self.listed and plan.KV_TAIL))),
             masked=self._masked(),
             uses_maximum=plan.OUTPUT_LOGSUMEXP or plan.OUTPUT_MAX,
             natural_max="row_max * MAX_SCALE" if plan.FOLD_SCALE or self._after != 1.0 else "row_max",
@@ -138,16 +154,34 @@ class GluonText:
 
     # Key ranges.
 
+    def _tiles(self) -> tuple[str, ...]:
+        """The names of what `key_tiles` returns; the second one is how many tiles are visited."""
+        match self.plan.schedule.walk:
+            case Walk.DERIVED:
+                return ("blocks", "count", "num_partial", "num_blocks")
+            case Walk.TABLE:
+                lists = ["partial", "count", "num_partial", "num_blocks", "past"]
+                return (*lists, *["full"] * self.plan.HAS_FULL_BLOCKS)
+        return ("first", "count", *self._gap_names(), *self._full_names())
+
     def _print_ranges(self, context: PrintContext) -> PrintedRanges:
         names = ("b", "h", "q_lo", "q_hi", "Q_LEN", "KV_LEN")
-        inputs = {name: name for name in names} | {"h_lo": "h", "h_hi": "h"}
-        printed = RangesPrinter(context, inputs, WalkedAxis("KV_LEN", "BLOCK_N", "", "")).print(
-            self.plan.schedule, full=self.checks
-        )
+        inputs = {name: name for name in names} | {"h_lo": "h", "h_hi": "h", "q_idx": "q_idx"}
+        axis = WalkedAxis("KV_LEN", "BLOCK_N", "", "row_exists")
+        printed = RangesPrinter(context, inputs, axis).print(self.plan.schedule, full=self.checks)
         used = " ".join(line for line in printed.lines if not line.startswith("#"))
         corners = {"q_lo": "q_start", "q_hi": "tl.minimum(q_start + BLOCK_M, Q_LEN) - 1"}
         lines = tuple(f"{name} = {text}" for name, text in corners.items() if name in used)
+        lines = (*self._row_lines(), *lines) if self.reduced else lines
         return PrintedRanges(lines + printed.lines, printed.names, printed.args, printed.prelude)
+
+    def _row_lines(self) -> tuple[str, ...]:
+        """Define the row tile's queries, over which bounds are reduced."""
+        block = self.plan.BLOCK_M
+        rounded = 1 << (block - 1).bit_length()
+        inside = "" if rounded == block else " & (row < BLOCK_M)"
+        rows = (f"row = tl.arange(0, {rounded}, layout=ROW_LAYOUT)", "q_idx = q_start + row")
+        return (*rows, f"row_exists = (q_idx < Q_LEN){inside}" if inside else "row_exists = q_idx < Q_LEN")
 
     def _gap_names(self) -> list[str]:
         return [f"{kind}_{n}" for n in range(len(self.ranges.names) - 1) for kind in ("gap", "width")]
@@ -166,6 +200,14 @@ class GluonText:
 
     def _needs_mask(self) -> str:
         """The condition under which a key tile is checked, "" where each one is."""
+        if self.listed:
+            listed = (
+                "num_partial"
+                if self.plan.SPARSE_KV_BLOCK_SIZE == self.plan.BLOCK_N
+                else "num_partial * TILES_PER_BLOCK"
+            )
+            partial = f"step < {listed}"
+            return f"({partial}) | ((tile + 1) * BLOCK_N > KV_LEN)" if self.table or self.plan.KV_TAIL else partial
         full = [s for s in self.ranges.names if s.full_hi is not None]
         if len(full) == 1 and len(self.ranges.names) == 1:
             left = f"(tile < {full[0].full_lo}) | " if _has_left_edge(full[0]) else ""
@@ -177,7 +219,8 @@ class GluonText:
     # Scores.
 
     def _finish_params(self) -> list[str]:
-        names = ["score", "tile", "tiles"] if self.checks or self.score else ["score"]
+        names = ["score", "tile"] if self.checks or self.score else ["score"]
+        names += ["checked"] if self._needs_mask() else []
         names += ["q_idx"] if self.score or self.mask else []
         names += ["kv_lo", "kv_width"] if self.live else []
         names += ["b", "h"] if self.score or self.mask else []
@@ -198,7 +241,7 @@ class GluonText:
         if self.live is not None:
             return f"keep_interval(score, {self.live.distance}, {self.live.width})"
         mask = [self.mask.call(**_INDICES)] if self.mask else []
-        exists = ["(kv_idx < KV_LEN)[None, :]"] if self.plan.KV_TAIL else []
+        exists = ["(kv_idx < KV_LEN)[None, :]"] if self.table or self.plan.KV_TAIL else []
         return f'gl.where({" & ".join([*exists, *mask])}, score, float("-inf"))'
 
     # Parameters.
@@ -206,12 +249,12 @@ class GluonText:
     def _place_params(self) -> Iterable[str]:
         strides = [f"{tensor}_stride_{axis}" for tensor in ("query", "key", "value") for axis in "bh"]
         yield from grouped([*self._lengths(), *strides], NAMES_A_LINE)
-        yield from grouped(_names(self.ranges.args), NAMES_A_LINE)
+        yield from grouped(_names(self._range_args()), NAMES_A_LINE)
 
     def _attend_params(self) -> Iterable[str]:
         yield from grouped([*self._outputs(), *self._lengths()], NAMES_A_LINE)
         scale = ["sm_scale"] if self.plan.SM_SCALE is None else []
-        captured = dict.fromkeys((*self.ranges.args, *(self.live.args if self.live else ()), *self._mod_args()))
+        captured = dict.fromkeys((*self._range_args(), *(self.live.args if self.live else ()), *self._mod_args()))
         yield from grouped([*scale, *_names(captured)], NAMES_A_LINE)
 
     def _store_params(self) -> Iterable[str]:
@@ -243,10 +286,38 @@ class GluonText:
         args += [Arg(name, Role.LENGTH, name, None, "i32", False) for name in lengths]
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
         live = self.live.args if self.live else ()
-        return tuple(dict.fromkeys([*args, *self._mod_args(), *self.ranges.args, *live]))
+        return tuple(dict.fromkeys([*args, *self._mod_args(), *self._range_args(), *live]))
+
+    def _range_args(self) -> tuple[Arg, ...]:
+        """Arguments that finding a row tile's key tiles takes."""
+        match self.plan.schedule.walk:
+            case Walk.DERIVED:
+                return derived_args()
+            case Walk.TABLE:
+                return table_args(self.plan.HAS_FULL_BLOCKS)
+        return self.ranges.args
 
 
 _INDICES = {"b": "b", "h": "h", "q_idx": "q_idx[:, None]", "kv_idx": "kv_idx[None, :]"}
+
+
+def derived_args() -> tuple[Arg, ...]:
+    """Return the arguments of a derived table: pointers to its lists, and strides of those by row of blocks."""
+    return (*_lists(DERIVED_LISTS), *_list_strides("kv_num_blocks", "bh"))
+
+
+def table_args(has_full_blocks: bool) -> tuple[Arg, ...]:
+    """Return the arguments of a block mask: pointers to its lists, and their strides."""
+    names = [prefix + name for prefix in ("", "full_")[: 1 + has_full_blocks] for name in LISTS]
+    return (*_lists(names), *(stride for name in names for stride in _list_strides(name, "bhq")))
+
+
+def _lists(names: Iterable[str]) -> list[Arg]:
+    return [Arg(f"{name}_ptr", Role.TABLE, name, None, "*i32", True) for name in names]
+
+
+def _list_strides(name: str, axes: str) -> list[Arg]:
+    return [Arg(f"{name}_stride_{axis}", Role.TABLE_STRIDE, name, dim, "i32", False) for dim, axis in enumerate(axes)]
 
 
 def _has_left_edge(segment: SegmentNames) -> bool:

@@ -215,7 +215,8 @@ class NodePrinter:
             offset = self._offset(buffer, dim, index)
             address = address if offset is None else binary("+", Precedence.ADD, address, offset)
         mask = self._in_bounds(buffer, node)
-        loaded = call("tl.load", address, *((f"mask={mask.text}", "other=0") if mask else ()))
+        other = "0.0" if buffer.dtype.is_floating_point else "0"
+        loaded = call("tl.load", address, *((f"mask={mask.text}", f"other={other}") if mask else ()))
         return self._widen_loaded(buffer.dtype, loaded)
 
     def name_index(self, buffer: Buffer, dim: int, index: Node) -> None:

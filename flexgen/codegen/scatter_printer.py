@@ -63,12 +63,14 @@ class ScatterCalls:
 
     Attributes:
         name, value: the tile of contributions, inside the loop.
+        zeroed: contributions of pairs that do not count must be 0; else what adds them up leaves them out.
         add: what the loop does with it.
         start, flush: before the loop and after it; "" where every tile is added at once.
     """
 
     name: str
     value: str
+    zeroed: bool
     add: str
     start: str
     flush: str
@@ -229,7 +231,7 @@ def calls(
     value, carried = f"share_of_{scatter.suffix}", scatter.carried
     contribution = scatter.contribution.call(score="score", grad="grad_score", **indices)
     if not carried:
-        return ScatterCalls(value, contribution, scatter.call(value, "counts", indices), "", "")
+        return ScatterCalls(value, contribution, not scatter.places, scatter.call(value, "counts", indices), "", "")
     own, block = ("q_idx", "BLOCK_M") if is_dq else ("kv_idx", "BLOCK_N")
     by_row = (Axis.Q if is_dq else Axis.KV) in scatter.axes
     total = f"tl.sum({value}, 1)" if by_row else f"tl.sum(tl.sum({value}, 1), 0)"
@@ -237,4 +239,4 @@ def calls(
     at = {"b": "b", "h": "h", "q_idx": "0", "kv_idx": "0"} | ({own: own} if by_row else {})
     counts = exists if by_row and exists else f"tl.full({shape}, True, tl.int1)"
     start = f"{carried} = tl.full({shape}, 0.0, {type_name(dtype)})"
-    return ScatterCalls(value, contribution, f"{carried} += {total}", start, scatter.call(carried, counts, at))
+    return ScatterCalls(value, contribution, True, f"{carried} += {total}", start, scatter.call(carried, counts, at))

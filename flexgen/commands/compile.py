@@ -26,12 +26,15 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     add_dump_code(parser)
+    parser.add_argument(
+        "--backward", action="store_true", help="lower the backward kernels too: query, key and value require grad"
+    )
     add_problem(parser, dtype="bf16")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     subject = load_subject(arguments)
-    lowered = subject.lower(choose_target(arguments.target, console))
+    lowered = subject.lower(choose_target(arguments.target, console), backward=arguments.backward)
     match arguments.dump_code:
         case None:
             _sum_up(subject, build_offline(lowered), console)

@@ -92,7 +92,7 @@ def _place(arguments: argparse.Namespace, shape: Shape) -> Place:
 
 def _facts(lowered: Lowered) -> MaskFacts:
     packs = lowered.plan.index_map.packs
-    return lowered.understood.packed_facts if packs else lowered.understood.facts
+    return lowered.understood.packed_facts() if packs else lowered.understood.facts
 
 
 def _write_facts(subject: Subject, lowered: Lowered, facts: MaskFacts, console: Console) -> None:

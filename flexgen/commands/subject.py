@@ -44,9 +44,9 @@ class Subject:
         made = (torch.randn(size, generator=random, dtype=torch.float64) for size in sizes)
         return tuple(tensor.to(device=device, dtype=self.dtype) for tensor in made)
 
-    def lower(self, target: str, aux: AuxRequest | None = None) -> Lowered:
-        """Lower without allocating query, key or value."""
-        query, key, value = self.tensors("meta")
+    def lower(self, target: str, aux: AuxRequest | None = None, *, backward: bool = False) -> Lowered:
+        """Lower without allocating query, key or value, which require grad for the backward kernels."""
+        query, key, value = (tensor.requires_grad_(backward) for tensor in self.tensors("meta"))
         return self.attention.lower(query, key, value, return_aux=aux, target=target)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from flexgen.errors import UnsupportedProblemError
 
@@ -51,7 +50,6 @@ class _Attend(torch.autograd.Function):
         return tuple(outputs[name] for name in ("output", "logsumexp", "max_scores") if name in outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         *inputs, output, logsumexp = ctx.saved_tensors
         if len(grads) > 2 and grads[2] is not None:
@@ -66,8 +64,33 @@ class _Attend(torch.autograd.Function):
         grad_output = grads[0] if grads[0] is not None else torch.zeros_like(output)
         query, key, value, *buffers = inputs
         saved = Saved(query, key, value, output, logsumexp, tuple(buffers))
-        found = ctx.step.backward(saved, grad_output, grads[1], wanted)
+        with torch.no_grad():
+            found = ctx.step.backward(saved, grad_output, grads[1], wanted)
+        if torch.is_grad_enabled():  # create_graph=True: what the gradients depend on must not be forgotten
+            marked = _Once.apply(len(found), *found.values(), *inputs, grad_output, grads[1])  # type: ignore[no-untyped-call]
+            found = dict(zip(found, marked, strict=True))
         return (None, *(found.get(name) for name in names))
+
+
+class _Once(torch.autograd.Function):
+    """Passes gradients on as depending on what they were computed from, and refuses to go back through them."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return tuple([tensor.detach() for tensor in tensors[:count] if tensor is not None])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
+        raise double_backward()
+
+
+def double_backward() -> UnsupportedProblemError:
+    """Return the error for a gradient of gradients."""
+    return UnsupportedProblemError(
+        "a gradient of flexgen's gradients was asked for",
+        why="there are no kernels for second derivatives",
+        fix="leave out create_graph=True, or compute this attention with torch operations",
+    )
 
 
 def _names(count: int) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from flexgen.errors import UnsupportedProblemError
 from flexgen.runtime.block_table import refuse_slice_without_mask_mod
 from flexgen.runtime.derived_table import DerivedTable
+from flexgen.torch_library.refuse import refuse
 
 Lists = list[torch.Tensor | None]
 
@@ -51,7 +51,7 @@ def lists_of(block_table: Any) -> tuple[Lists, list[int]]:
     if block_table is None:
         return [], []
     if isinstance(block_table, DerivedTable):
-        raise UnsupportedProblemError(
+        refuse(
             "a table that attention.block_table made was passed to a call that is being traced",
             why="it holds for the tensors it was made from, which a graph cannot check",
             fix="leave block_table out: the operator derives the table itself, and keeps it while it holds",

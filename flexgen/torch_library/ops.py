@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from flexgen.errors import UnsupportedProblemError
+from flexgen.runtime.differentiable import double_backward
 from flexgen.torch_library.run import Arguments, fake_backward, fake_forward, run_backward, run_forward
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -55,6 +55,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.save_for_backward(query, key, value, output[0], output[1], *buffers, *present)
     ctx.counts = (len(buffers), [tensor is not None for tensor in lists])
     ctx.plain = plain
+    ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
@@ -67,7 +68,6 @@ def _saved_arguments(ctx: Any) -> tuple[tuple[Any, ...], torch.Tensor, torch.Ten
 
 
 def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-    refuse_grad_of_max_scores(grads[2])
     arguments, output, logsumexp = _saved_arguments(ctx)
     needed = ctx.needs_input_grad
     wanted = [*needed[:_BUFFERS], *_flat(needed[_BUFFERS], len(arguments[_BUFFERS]))]
@@ -79,7 +79,7 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def _no_gradient(argument: Any) -> Any:
-    """Return what torch.library takes for "no gradient": a list for a list of tensors, and an empty one for any empty."""
+    """Return what torch.library takes for no gradient: a list for a list of tensors or an empty one, else None."""
     if isinstance(argument, list | tuple) and all(isinstance(item, torch.Tensor) for item in argument):
         return [None] * len(argument)
     return None
@@ -89,17 +89,14 @@ def _flat(needed: Any, count: int) -> list[bool]:
     return list(needed) if isinstance(needed, Sequence) else [bool(needed)] * count
 
 
-def refuse_grad_of_max_scores(grad: torch.Tensor | None) -> None:
-    """Raise if the loss depends on max_scores."""
-    if grad is not None:
-        raise UnsupportedProblemError(
-            "the loss depends on max_scores, which flexgen does not differentiate",
-            why="a maximum over keys passes its gradient to single keys; no kernel computes that",
-            fix="use max_scores.detach(), or build the loss on the logsumexp",
-        )
-
-
 attention.register_autograd(_backward, setup_context=_set_up)
+
+
+def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
+    raise double_backward()
+
+
+attention_backward.register_autograd(_refuse_double_backward)
 
 
 def _each(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:

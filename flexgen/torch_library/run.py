@@ -11,8 +11,9 @@ import torch
 from flexgen.attention import Attention
 from flexgen.aux_outputs import AuxRequest
 from flexgen.capture.live import Reading
-from flexgen.runtime.differentiable import Saved
+from flexgen.options import Layout
 from flexgen.runtime.describe import check_tensors, to_bhsd
+from flexgen.runtime.differentiable import Saved
 from flexgen.torch_library.block_lists import block_mask_of
 from flexgen.torch_library.spec import KEPT, captured_of, parse_options
 
@@ -44,7 +45,7 @@ class Arguments:
     options: str
 
     @property
-    def layout(self) -> str:
+    def layout(self) -> Layout:
         return parse_options(self.options).layout
 
     @property

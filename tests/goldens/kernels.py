@@ -1,4 +1,4 @@
-"""The whole kernels behind tests/golden/kernels: one concept each, as a user would ask for it."""
+"""The whole plain Triton kernels behind tests/golden/kernels: one concept each, as a user would ask for it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class KernelCase:
     def lower(self, target: str) -> Lowered:
         return lower_after_change(
             self.build,
-            lambda mods: flexgen.compile(*mods, self.options),
+            lambda mods: flexgen.compile(*mods, {"BACKEND": "TRITON", **self.options}),
             lambda attention: self._lower(attention, target),
         )
 

@@ -29,6 +29,8 @@ LAYERS = (
         "explain",
         "lowered",
         "pipeline",
+        "torch_library",
+        "sinks",
         "tables",
         "training",
     },

@@ -13,6 +13,9 @@ from flexgen.codegen.expression import Expression, Precedence, binary, call, met
 TYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "int1",
     torch.uint8: "uint8",
+    torch.uint16: "uint16",
+    torch.uint32: "uint32",
+    torch.uint64: "uint64",
     torch.int8: "int8",
     torch.int16: "int16",
     torch.int32: "int32",
@@ -30,6 +33,9 @@ TYPE_NAMES: Mapping[torch.dtype, str] = {
 SIGNATURE_NAMES: Mapping[torch.dtype, str] = {
     torch.bool: "i1",
     torch.uint8: "u8",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
+    torch.uint64: "u64",
     torch.int8: "i8",
     torch.int16: "i16",
     torch.int32: "i32",

@@ -12,6 +12,7 @@ import torch
 from flexgen.lowering.decision import Decision, Rejected
 from flexgen.lowering.gluon_hopper.plan import PROGRAM_WARPS, WARPGROUP_ROWS, GluonPlan, Template
 from flexgen.lowering.intervals import Interval
+from flexgen.lowering.rounding import largest_power_of_two_divisor
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.score_fold import ScoreFold, fold_score
 from flexgen.lowering.triton.choose import (
@@ -22,9 +23,10 @@ from flexgen.lowering.triton.choose import (
     decide_outputs,
     decide_rows_safe,
     decide_scale,
+    decide_table,
     keys_visited,
 )
-from flexgen.problem import LENGTH_BUCKETS
+from flexgen.problem import LENGTH_BUCKETS, TableForm
 
 HEAD_DIMS = (32, 256)
 SWIZZLED_BYTES = 16  # the copy engine moves rows in units of this
@@ -54,7 +56,7 @@ class Shape:
 
 
 TWO_CONSUMERS = (168, 240, 24)  # 384 threads: two warpgroups and the producer's
-THREE_CONSUMERS = (128, 160, 24)  # 512 threads
+THREE_CONSUMERS = (128, 160, 32)  # 512 threads
 
 # By rounded head dim. H200, bf16, S = 8192, B = 2, heads x head dim = 2048, TFLOP/s in docs/hopper.md: 64 keys instead
 # of 128 lose a fifth at head dim 128, a third stage gains nothing, and at head dim 64 three consumers beat two by 14 %.
@@ -89,6 +91,9 @@ def verified_to_win(question: Question) -> str | None:
     if head_dim < 64:
         return None
     if head_dim == 64 and question.mods.score is not None:
+        return None
+    reduced = any(bound.reduce for segment in question.schedule.segments for bound in segment.bounds)
+    if reduced or question.schedule.walk is not Walk.RANGES:  # TODO: measure it on a GPU, then recommend it where it wins
         return None
     gain = {64: "1.07 to 1.19", 128: "1.23 to 1.49", 256: "1.27 to 1.68"}[head_dim]
     return f"{gain} times as fast as plain Triton at head dim {head_dim} (measured on H200)"
@@ -166,12 +171,8 @@ def _lengths(question: Question) -> str | None:
 
 def _walk(question: Question) -> str | None:
     schedule = question.schedule
-    if schedule.walk is not Walk.RANGES:
-        return f"the walk is a {schedule.walk.value}, and these kernels compute their key ranges"
-    if not schedule.segments:
+    if schedule.walk is Walk.RANGES and not schedule.segments:
         return "no key is ever live"
-    if any(bound.reduce for segment in schedule.segments for bound in segment.bounds):
-        return "the key ranges are reduced over a tile's rows"
     return None
 
 
@@ -196,6 +197,9 @@ def _tile_reason(question: Question) -> str | None:
     shape, _ = _shape(question)
     if shape.block_m not in (64, 128, 192) or shape.block_n not in (32, 64, 128):
         return f"tiles of {shape.block_m} x {shape.block_n} are none of these kernels'"
+    table = question.problem.table
+    if table is not None and (table.q_block_size % shape.block_m or table.kv_block_size % shape.block_n):
+        return f"the listed blocks are not whole tiles of {shape.block_m} x {shape.block_n}"
     needed = shared_bytes(shape, *_rounded(question), question.problem.query_dtype.itemsize)
     if needed > question.target.shared_bytes:
         return (
@@ -241,6 +245,8 @@ def _shape(question: Question) -> tuple[Shape, str]:
 
 def _first_choice(question: Question) -> tuple[Shape, str]:
     head_dim = _size_class(question)
+    if question.problem.table is not None:
+        return _listed(question.problem.table, head_dim)
     keys = keys_visited(question.schedule)
     if 0 < question.guard.q_bucket <= WARPGROUP_ROWS:
         return SHORT_ROWS[head_dim], f"at most {question.guard.q_bucket} queries fill one warpgroup"
@@ -253,6 +259,15 @@ def _first_choice(question: Question) -> tuple[Shape, str]:
     if head_dim == 64 and _reads_indices(question):
         return _with_consumers(head_dim, 2), f"{because}; a third consumer's registers do not hold score_mod's values"
     return LONG_ROWS[head_dim], because
+
+
+def _listed(table: TableForm, head_dim: int) -> tuple[Shape, str]:
+    """Return the shape for listed blocks, which its tiles must divide."""
+    because = f"blocks of {table.q_block_size} x {table.kv_block_size} are listed"
+    whole = table.q_block_size % (2 * WARPGROUP_ROWS) == 0
+    shape = _with_consumers(head_dim, 2) if whole else SHORT_ROWS[head_dim]
+    block_n = min(shape.block_n, largest_power_of_two_divisor(table.kv_block_size))
+    return dataclasses.replace(shape, block_n=block_n), because
 
 
 def _size_class(question: Question) -> int:
@@ -321,7 +336,7 @@ def _decide_head_dims(question: Question, answers: Answers) -> None:
 
 
 def _decide_persistence(question: Question, answers: Answers) -> None:
-    keys = keys_visited(question.schedule)
+    keys = keys_visited(question.schedule) if question.problem.table is None else None
     if answers["template"] is Template.ONE_WARPGROUP:
         answers.add("PERSISTENT", False, "several programs share a multiprocessor")
     elif keys is not None:
@@ -341,6 +356,7 @@ def _decide_tail(question: Question, answers: Answers) -> None:
 
 _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     _decide_head_dims,
+    decide_table,
     _decide_tile,
     _decide_persistence,
     _decide_tail,
@@ -360,7 +376,8 @@ def live_interval(question: Question) -> Interval | None:
     """Return a row's live keys where they are exactly one interval and the schedule follows from them."""
     way = question.facts.kv
     exact = len(way.rows.segments) == 1 and way.rows.is_exact
-    return way.rows.segments[0].outer if exact and question.schedule.segments == way.segments else None
+    followed = question.schedule.walk is Walk.RANGES and question.schedule.segments == way.segments
+    return way.rows.segments[0].outer if exact and followed else None
 
 
 def decision(plan: GluonPlan, name: str) -> Decision:

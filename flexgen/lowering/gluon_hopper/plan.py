@@ -27,6 +27,9 @@ class Template(enum.Enum):
     WARP_SPECIALISED = "WS"  # a producer warp and two or three consumer warpgroups
     ONE_WARPGROUP = "ONE"  # one warpgroup that issues its own copies; several programs share a multiprocessor
 
+    def __str__(self) -> str:
+        return self.value
+
 
 @dataclass(frozen=True, slots=True)
 class GluonPlan:
@@ -60,6 +63,10 @@ class GluonPlan:
     PERSISTENT: bool
     LONG_ROWS_FIRST: bool
     KV_TAIL: bool
+    SPARSE_Q_BLOCK_SIZE: int
+    SPARSE_KV_BLOCK_SIZE: int
+    HAS_FULL_BLOCKS: bool
+    BLOCKS_ARE_CONTIGUOUS: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     maxnreg: int

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton import choose
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, BackwardTask, DeltaPlan
+from flexgen.lowering.triton.backward_tiles import TILE_OPTIONS, BackwardPhysics, preferred
 from flexgen.lowering.triton.choose import Answers, Question
-from flexgen.lowering.triton.tiles import REGISTER_BUDGET, Tile, TileShape, captured_loads
+from flexgen.lowering.triton.tiles import Tile, TileShape, captured_loads
 from flexgen.options import KernelOptions
 from flexgen.problem import Guard, Problem
-
-# The options that hold a kernel's tile: Inductor's names for queries and keys of dK/dV and of dQ.
-TILE_OPTIONS = {
-    BackwardKernel.DKDV: {"BLOCK_M1": "BLOCK_M", "BLOCK_N1": "BLOCK_N"},
-    BackwardKernel.DQ: {"BLOCK_M2": "BLOCK_M", "BLOCK_N2": "BLOCK_N"},
-}
 
 
 def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
@@ -89,7 +81,7 @@ def _tile(question: Question, answers: Answers, kernel: BackwardKernel) -> None:
     shape = TileShape(qk, v, itemsize, itemsize, itemsize, captured_loads(question.mods))
     first, origin = preferred(problem.query_dtype, max(qk, v), question.target, kernel)
     first = _fit_lengths(first, question)
-    choose.settle_tile(question, answers, first, origin, shape, _Physics(kernel))
+    choose.settle_tile(question, answers, first, origin, shape, BackwardPhysics(kernel))
 
 
 def _fit_lengths(tile: Tile, question: Question) -> Tile:
@@ -100,65 +92,6 @@ def _fit_lengths(tile: Tile, question: Question) -> Tile:
         block_m = choose.dividing(block_m, table.q_block_size)
         block_n = choose.dividing(block_n, table.kv_block_size)
     return Tile(block_m, block_n, tile.num_warps, tile.num_stages)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Physics:
-    """What a backward tile needs of the chip."""
-
-    kernel: BackwardKernel
-
-    @property
-    def option_names(self) -> Mapping[str, str]:
-        return {block: option for option, block in TILE_OPTIONS[self.kernel].items()}
-
-    def shared_bytes(self, tile: Tile, shape: TileShape, target: Target) -> int:
-        """Return an upper bound: the own side's two tiles, each stage's two walked ones, and the scores' operands."""
-        own_rows, walked_rows = self._sides(tile)
-        row_bytes = (shape.qk_rounded + shape.v_rounded) * shape.query_bytes
-        scores = 2 * tile.BLOCK_M * tile.BLOCK_N * shape.query_bytes
-        captured = tile.BLOCK_M * tile.BLOCK_N * shape.captured.tile_bytes
-        walked = walked_rows * (row_bytes + 2 * 4 + shape.captured.key_bytes) + captured
-        stages = tile.num_stages if target.matrix_unit in ("wgmma", "tcgen05") else max(tile.num_stages - 1, 1)
-        return own_rows * row_bytes + stages * walked + scores + 4096
-
-    def infeasible(self, tile: Tile, shape: TileShape, target: Target) -> str | None:
-        if target.backend == "interpret":
-            return None
-        needed = self.shared_bytes(tile, shape, target)
-        if needed > target.shared_bytes:
-            return f"needs {needed} bytes of shared memory, {target.name} has {target.shared_bytes}"
-        held = self._registers(tile, shape, target)
-        budget = REGISTER_BUDGET[target.matrix_unit] * 5 // 4  # a few spilled values outside the loop cost little
-        if held > budget:
-            return f"holds {held} values a thread in registers, more than {budget} spill"
-        return None
-
-    def _registers(self, tile: Tile, shape: TileShape, target: Target) -> int:
-        own_rows, walked_rows = self._sides(tile)
-        width = shape.qk_rounded if self.kernel is BackwardKernel.DQ else shape.qk_rounded + shape.v_rounded
-        return own_rows * (width + 2 * walked_rows) // (tile.num_warps * target.warp_size)
-
-    def _sides(self, tile: Tile) -> tuple[int, int]:
-        is_dq = self.kernel is BackwardKernel.DQ
-        return (tile.BLOCK_M, tile.BLOCK_N) if is_dq else (tile.BLOCK_N, tile.BLOCK_M)
-
-
-# Own side, walked side, warps, stages by head dim. H200, bf16: benchmarks/results/tiles_h200.md.
-_SIZES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 1), 1 << 30: (32, 32, 8, 1)}
-
-
-def preferred(dtype: torch.dtype, head_dim: int, target: Target, kernel: BackwardKernel) -> tuple[Tile, str]:
-    """Return the first choice for a head dim (the larger rounded one) and where it comes from."""
-    if target.backend == "interpret":
-        return Tile(128, 128, 4, 1), "the interpreter's cost is per step, not per element"
-    if dtype.itemsize >= 4:
-        return Tile(32, 32, 4, 1), "guess: float32 products run outside the matrix units"
-    own, walked, warps, stages = _SIZES[next(limit for limit in _SIZES if head_dim <= limit)]
-    is_dq = kernel is BackwardKernel.DQ
-    tile = Tile(own, walked, warps, stages) if is_dq else Tile(walked, own, warps, stages)
-    measured = target.matrix_unit == "wgmma" and head_dim <= 256
-    return tile, "measured on H200" if measured else f"guess for {target.name}"
 
 
 def _scale(question: Question, answers: Answers) -> None:

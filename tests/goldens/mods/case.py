@@ -53,9 +53,10 @@ class ModCase:
         )
 
     def _compile(self, mod: Mod) -> flexgen.Attention:
+        options = {"BACKEND": "TRITON", **self.options}  # plain Triton's words, which Gluon's are translated from
         if len(inspect.signature(mod).parameters) == 5:
-            return flexgen.compile(mod, None, self.options)
-        return flexgen.compile(None, mod, self.options)
+            return flexgen.compile(mod, None, options)
+        return flexgen.compile(None, mod, options)
 
 
 def case(**problem: Any) -> Callable[[Callable[[], Any]], ModCase]:

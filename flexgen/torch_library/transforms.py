@@ -1,0 +1,105 @@
+"""A call under torch.func's transforms: an autograd function that they can see through, around the operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from flexgen.errors import UnsupportedProblemError
+from flexgen.runtime.differentiable import double_backward
+
+_INPUTS = 3  # query, key and value come first
+_MADE = 4  # output, logsumexp, and the gradients in them come last in the backward
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The operator's arguments that are no tensors, and how many tensors its lists hold.
+
+    Attributes:
+        buffer_count: how many captured tensors follow query, key and value.
+        has_list: for each of a block mask's lists, whether it is there.
+        rest: the arguments after the lists.
+    """
+
+    buffer_count: int
+    has_list: tuple[bool, ...]
+    rest: tuple[Any, ...]
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """Return the operator's arguments."""
+        end = _INPUTS + self.buffer_count
+        lists = iter(tensors[end:])
+        block_lists = [next(lists) if has else None for has in self.has_list]
+        return (*tensors[:_INPUTS], list(tensors[_INPUTS:end]), block_lists, *self.rest)
+
+
+class _Gradients(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(plain: Plain, wanted: list[bool], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        inputs, made = tensors[:-_MADE], tensors[-_MADE:]
+        return tuple(torch.ops.flexgen.attention_backward(*plain.arguments(inputs), *made, wanted))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+        raise double_backward()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise _forward_mode()
+
+
+class _Attention(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(plain: Plain, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        output, logsumexp, max_scores = torch.ops.flexgen.attention(*plain.arguments(tensors))
+        return output, logsumexp, max_scores
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        plain, *tensors = inputs
+        ctx.plain = plain
+        ctx.save_for_backward(*tensors, output[0], output[1])
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *tensors, output, logsumexp = ctx.saved_tensors
+        count = _INPUTS + ctx.plain.buffer_count
+        wanted = list(ctx.needs_input_grad[1 : count + 1])
+        found = iter(_Gradients.apply(ctx.plain, wanted, *tensors, output, logsumexp, *grads[:2]))  # type: ignore[no-untyped-call]
+        results = [next(found) if is_wanted else None for is_wanted in wanted]
+        return (None, *results, *[None] * (len(tensors) - count))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise _forward_mode()
+
+
+def _forward_mode() -> UnsupportedProblemError:
+    return UnsupportedProblemError(
+        "attention was called inside torch.func.jvp, torch.func.jacfwd or torch.autograd.forward_ad",
+        why="flexgen has kernels for reverse-mode gradients alone",
+        fix="use torch.func.vjp, torch.func.jacrev or torch.autograd.grad",
+    )
+
+
+def call_transformed(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Call the operator so that torch.func.grad, vjp, jacrev and vmap work; jvp is refused by name."""
+    query, key, value, buffers, lists, *rest = arguments
+    plain = Plain(len(buffers), tuple([tensor is not None for tensor in lists]), tuple(rest))
+    present = [tensor for tensor in lists if tensor is not None]
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
+        plain, query, key, value, *buffers, *present
+    )
+    return outputs

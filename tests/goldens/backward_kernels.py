@@ -1,0 +1,74 @@
+"""The whole backward kernels behind tests/golden/kernels, one concept each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import flexgen
+from flexgen.lowered import Lowered
+from tests.goldens.kernels import SIZES, Sizes, causal_mask
+
+Mods = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardCase:
+    """Backward kernels of one concept.
+
+    Attributes:
+        build: returns (score_mod, mask_mod).
+        wanted: which of query, key and value require grad.
+    """
+
+    build: Callable[[], Mods]
+    sizes: Sizes = SIZES
+    wanted: tuple[str, ...] = ("query", "key", "value")
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.build.__name__
+
+    def lower(self, target: str) -> Lowered:
+        tensors = dict(zip(("query", "key", "value"), self.sizes.tensors(), strict=True))
+        for name in self.wanted:
+            tensors[name].requires_grad_()
+        return flexgen.compile(*self.build(), self.options).lower(**tensors, target=target)
+
+
+def causal() -> Mods:
+    return None, causal_mask
+
+
+def softcap_and_learned_bias() -> Mods:
+    cap, bias = 20.0, torch.zeros(4, 1024, requires_grad=True)
+
+    def softcap(score, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(score / cap) + bias[h, kv_idx]
+
+    return softcap, causal_mask
+
+
+def learned_relative_positions() -> Mods:
+    table = torch.zeros(2047, requires_grad=True)
+
+    def relative(score, b, h, q_idx, kv_idx):
+        return score + table[q_idx - kv_idx + 1023]
+
+    return relative, None
+
+
+def values_alone() -> Mods:
+    return None, causal_mask
+
+
+CASES = (
+    BackwardCase(causal),
+    BackwardCase(softcap_and_learned_bias, Sizes(Hq=4, Hkv=2)),
+    BackwardCase(learned_relative_positions, Sizes(Lq=1000, Lk=1000)),
+    BackwardCase(values_alone, wanted=("value",)),
+)
