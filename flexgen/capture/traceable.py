@@ -119,7 +119,7 @@ def _holds(value: Any, visit: Visit, values: list[Any]) -> bool:
         case "code":
             return bool(value.__code__ is visit.expected)
         case "length":
-            return len(value) == visit.expected
+            return bool(len(value) == visit.expected)
         case "same":
             return bool(value is values[visit.expected])
     return True

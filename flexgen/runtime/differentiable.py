@@ -44,7 +44,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = step.forward()
-        ctx.step = step
+        ctx.compute = step.backward  # alone: the forward holds the inputs, which saved-tensor hooks may want to free
         ctx.save_for_backward(*inputs, outputs["output"], outputs["logsumexp"])
         ctx.set_materialize_grads(False)
         return tuple(outputs[name] for name in ("output", "logsumexp", "max_scores") if name in outputs)
@@ -65,7 +65,7 @@ class _Attend(torch.autograd.Function):
         query, key, value, *buffers = inputs
         saved = Saved(query, key, value, output, logsumexp, tuple(buffers))
         with torch.no_grad():
-            found = ctx.step.backward(saved, grad_output, grads[1], wanted)
+            found = ctx.compute(saved, grad_output, grads[1], wanted)
         if torch.is_grad_enabled():  # create_graph=True: what the gradients depend on must not be forgotten
             marked = _Once.apply(len(found), *found.values(), *inputs, grad_output, grads[1])  # type: ignore[no-untyped-call]
             found = dict(zip(found, marked, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
-from flexgen.capture.live import LiveMods
+from flexgen.capture.live import LiveMods, Reading
 from flexgen.capture.traceable import Reader, read
 from flexgen.options import Options
 from flexgen.torch_library.block_lists import lists_of
@@ -33,10 +33,21 @@ class OperatorForm:
 
 def operator_form(mods: LiveMods, options: Options, query_dtype: torch.dtype) -> OperatorForm:
     """Return the form of a call by the mods as they are now."""
+    reading, spec = spec_for(mods, query_dtype)
+    return OperatorForm(spec, print_options(options), mods.reader(reading.captured))
+
+
+def spec_for(mods: LiveMods, query_dtype: torch.dtype) -> tuple[Reading, str]:
+    """Return the mods as they are now, read and as text, with the operators at hand."""
     import_module("flexgen.torch_library.ops")  # registers the operators, which few programs need
     with temporarily_clear_interpreter_stack():  # captured tensors are looked at, not computed with
-        captured = mods.current(torch.float64 if query_dtype == torch.float64 else torch.float32).captured
-    return OperatorForm(spec_of(captured), print_options(options), mods.reader(captured))
+        reading = mods.current(score_dtype(query_dtype))
+    return reading, spec_of(reading.captured)
+
+
+def score_dtype(query_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that score_mod computes in."""
+    return torch.float64 if query_dtype == torch.float64 else torch.float32
 
 
 def needs_operator(query: torch.Tensor) -> bool:
@@ -74,7 +85,11 @@ def call_operator(
     captured = read(form.reader, score_mod, mask_mod)
     lists, sizes = lists_of(block_table)
     numbers = (captured.integers, captured.floats, scale, max_scores)
-    arguments = (*tensors, captured.buffers, lists, sizes, *numbers, form.spec, form.options)
+    return call_with(*tensors, captured.buffers, lists, sizes, *numbers, form.spec, form.options)
+
+
+def call_with(*arguments: Any) -> dict[str, torch.Tensor]:
+    """Call the operator, in the way that whatever is at work needs; returns what `call_operator` does."""
     if not torch.compiler.is_dynamo_compiling() and _is_transformed():
         outputs = call_transformed(*arguments)
     else:

@@ -11,7 +11,17 @@ import torch
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.capture.live import LiveMods
 from flexgen.options import Options
-from flexgen.torch_library.call import OperatorForm, autocast, call_operator, operator_form
+from flexgen.torch_library.block_lists import lists_of
+from flexgen.torch_library.call import (
+    OperatorForm,
+    Tensors,
+    autocast,
+    call_operator,
+    call_with,
+    operator_form,
+    score_dtype,
+)
+from flexgen.torch_library.recorded import form_of_records, is_local, record
 from flexgen.torch_library.spec import KEPT
 
 Parts = tuple[Any, Any]
@@ -21,7 +31,7 @@ def call_traced(
     score_mod: Any,
     mask_mod: Any,
     options: tuple[tuple[str, Any], ...],
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tensors: Tensors,
     scale: float | None,
     return_aux: AuxRequest | None,
     block_mask: Any,
@@ -29,9 +39,32 @@ def call_traced(
     """Call the operator with the mods' captured values as its arguments; see `flex_attention`."""
     aux = read_aux_request(return_aux)
     tensors = autocast(tensors)
-    form = _form(*_parts(score_mod), *_parts(mask_mod), options, tensors[0].dtype)
-    outputs = call_operator(form, score_mod, mask_mod, tensors, scale, aux.max_scores, block_mask)
+    if is_local(score_mod) or is_local(mask_mod):
+        outputs = _call_recorded(score_mod, mask_mod, options, tensors, scale, aux.max_scores, block_mask)
+    else:
+        form = _form(*_parts(score_mod), *_parts(mask_mod), options, tensors[0].dtype)
+        outputs = call_operator(form, score_mod, mask_mod, tensors, scale, aux.max_scores, block_mask)
     return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+
+
+def _call_recorded(
+    score_mod: Any,
+    mask_mod: Any,
+    options: tuple[tuple[str, Any], ...],
+    tensors: Tensors,
+    scale: float | None,
+    max_scores: bool,
+    block_mask: Any,
+) -> dict[str, torch.Tensor]:
+    dtype = tensors[0].dtype
+    captured: list[torch.Tensor] = []
+    score = record(score_mod, score_dtype(dtype), captured)
+    mask = record(mask_mod, None, captured)
+    kinds = tuple([(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in captured])
+    form = form_of_records(score, mask, kinds, options, dtype)
+    buffers = [captured[place] for place in form.order]
+    lists, sizes = lists_of(block_mask)
+    return call_with(*tensors, buffers, lists, sizes, [], [], scale, max_scores, form.spec, form.options)
 
 
 def _parts(mod: Any) -> Parts:

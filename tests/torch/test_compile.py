@@ -62,9 +62,8 @@ def test_reassigned_closure_variable_is_seen():
     assert_same([traced(*inputs)], [attention(*inputs)])
 
 
-@pytest.mark.parametrize("first", [12, 2.5], ids=["int", "float"])
-def test_changing_number_becomes_an_argument(first):
-    slope = first
+def test_changing_integer_becomes_an_argument():
+    slope = 12
 
     def score(score, b, h, q_idx, kv_idx):
         return score + slope * (q_idx - kv_idx)
@@ -72,11 +71,11 @@ def test_changing_number_becomes_an_argument(first):
     attention, inputs = flexgen.compile(score, causal), draw()
     traced, counter = compiled(lambda attention, *tensors: attention(*tensors))
     for step in range(3):
-        slope = first + step
+        slope = 12 + step
         assert_same([traced(attention, *inputs)], [attention(*inputs)])
     before = counter.frame_count
     for step in range(3, 6):
-        slope = first + step
+        slope = 12 + step
         assert_same([traced(attention, *inputs)], [attention(*inputs)])
     assert counter.frame_count == before
 
@@ -211,3 +210,49 @@ def test_sinks_are_learned_through_a_graph():
     together = [*inputs, sinks]
     expected = run_with_gradients(lambda *tensors: attention(*tensors[:3], sinks=tensors[3]), together)
     assert_same(run_with_gradients(traced, together), expected)
+
+
+class LocalMods(torch.nn.Module):
+    """Defines its mods at each call, over a parameter, a tensor computed on the way, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(2, 64))
+        self.shift = 32
+
+    def forward(self, query, key, value):
+        slope = query.mean()
+
+        def inner(distance):
+            return torch.where(distance > 3, slope * 2, slope)
+
+        def score(score, b, h, q_idx, kv_idx):
+            distance = q_idx - kv_idx
+            return torch.tanh(score / 3) * 3 + self.bias[h, distance + self.shift].exp() + inner(distance)
+
+        return flexgen.flex_attention(query, key, value, score)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_mods_that_the_traced_code_defines(backend):
+    module, inputs = LocalMods(), draw()
+    traced, counter = compiled(module, backend)
+    for _ in range(2):
+        expected = run_with_gradients(module, inputs, [module.bias])
+        assert_same(run_with_gradients(traced, inputs, [module.bias]), expected)
+        with torch.no_grad():
+            module.bias.mul_(-1)
+    assert counter.frame_count == 1
+    module.shift = 30
+    assert_same([traced(*inputs)], [module(*inputs)])
+
+
+@pytest.mark.parametrize("scale", [2, 0.5])
+def test_local_mod_over_a_changing_number_and_no_tensor(scale):
+    def function(query, key, value, scale):
+        return flexgen.flex_attention(query, key, value, lambda score, b, h, q_idx, kv_idx: score * scale + (b == 0))
+
+    traced, _ = compiled(function)
+    for step in range(3):
+        arguments = (*draw(), scale + step)
+        assert_same([traced(*arguments)], [function(*arguments)])

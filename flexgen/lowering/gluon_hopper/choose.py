@@ -26,10 +26,11 @@ from flexgen.lowering.triton.choose import (
     decide_table,
     keys_visited,
 )
-from flexgen.problem import LENGTH_BUCKETS, TableForm
+from flexgen.problem import TableForm
 
 HEAD_DIMS = (32, 256)
 SWIZZLED_BYTES = 16  # the copy engine moves rows in units of this
+FEW_KEYS = 64  # fewer are not worth a pipeline
 BARRIER_BYTES = 1024  # barriers and alignment of the tiles: an upper bound
 
 
@@ -92,8 +93,9 @@ def verified_to_win(question: Question) -> str | None:
         return None
     if head_dim == 64 and question.mods.score is not None:
         return None
-    reduced = any(bound.reduce for segment in question.schedule.segments for bound in segment.bounds)
-    if reduced or question.schedule.walk is not Walk.RANGES:  # TODO: measure it on a GPU, then recommend it where it wins
+    if (
+        is_reduced(question) or question.schedule.walk is not Walk.RANGES
+    ):  # TODO: measure it on a GPU, then recommend it where it wins
         return None
     gain = {64: "1.07 to 1.19", 128: "1.23 to 1.49", 256: "1.27 to 1.68"}[head_dim]
     return f"{gain} times as fast as plain Triton at head dim {head_dim} (measured on H200)"
@@ -160,9 +162,9 @@ def _strides(question: Question) -> str | None:
 
 def _lengths(question: Question) -> str | None:
     guard = question.guard
-    if guard.q_bucket in LENGTH_BUCKETS[:2]:
+    if 0 < guard.q_bucket < WARPGROUP_ROWS:
         return f"at most {guard.q_bucket} queries do not fill a warpgroup's {WARPGROUP_ROWS} rows"
-    if guard.kv_bucket in LENGTH_BUCKETS[:2]:
+    if 0 < guard.kv_bucket < FEW_KEYS:
         return f"at most {guard.kv_bucket} keys are less than a tile"
     if guard.wide_index:
         return "index arithmetic needs 64 bits"
@@ -256,8 +258,10 @@ def _first_choice(question: Question) -> tuple[Shape, str]:
     because = f"a row visits {visited}: long rows keep a producer and consumers busy ({MEASURED})"
     if question.guard.q_bucket:
         return _with_consumers(head_dim, 2), f"at most {question.guard.q_bucket} queries fill two warpgroups"
-    if head_dim == 64 and _reads_indices(question):
-        return _with_consumers(head_dim, 2), f"{because}; a third consumer's registers do not hold score_mod's values"
+    if head_dim == 64 and (_reads_indices(question) or is_reduced(question)):
+        return _with_consumers(
+            head_dim, 2
+        ), f"{because}; with a third consumer, registers do not hold what mods compute"
     return LONG_ROWS[head_dim], because
 
 
@@ -277,6 +281,11 @@ def _size_class(question: Question) -> int:
 def _with_consumers(head_dim: int, consumers: int) -> Shape:
     registers = THREE_CONSUMERS if consumers == 3 else TWO_CONSUMERS
     return dataclasses.replace(LONG_ROWS[head_dim], consumers=consumers, registers=registers)
+
+
+def is_reduced(question: Question) -> bool:
+    """Whether key ranges are reduced over a tile's rows."""
+    return any(bound.reduce for segment in question.schedule.segments for bound in segment.bounds)
 
 
 def _reads_indices(question: Question) -> bool:

@@ -49,6 +49,7 @@ class BackwardTask:
         writes: which of "query", "key" and "value" get their gradient from it.
         scatter: the places whose gradient it accumulates.
         because: why they are accumulated here.
+        kept_tiles: tiles of scores that mods keep alive, for the choice of the kernel's tile.
         accumulation: how.
     """
 
@@ -56,6 +57,7 @@ class BackwardTask:
     writes: frozenset[str]
     scatter: tuple[ScatterSite, ...]
     because: str
+    kept_tiles: int = 0
     accumulation: Accumulation = Accumulation.FLOAT
 
 

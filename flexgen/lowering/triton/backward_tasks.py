@@ -27,12 +27,27 @@ def backward_tasks(
     sites: dict[BackwardKernel, list[ScatterSite]] = {kernel: [] for kernel in BackwardKernel}
     for axes, site in _sites(grad):
         sites[_kernel_of(axes, free)].append(site)
+    pairs = {site for axes, site in _sites(grad) if {Axis.Q, Axis.KV} <= axes}
     tasks = tuple(
-        BackwardTask(kernel, writes[kernel], tuple(sites[kernel]), because if sites[kernel] else "nothing wanted here")
+        BackwardTask(
+            kernel=kernel,
+            writes=writes[kernel],
+            scatter=tuple(sites[kernel]),
+            because=because if sites[kernel] else "nothing wanted here",
+            kept_tiles=_kept_tiles(grad, pairs.intersection(sites[kernel])),
+        )
         for kernel in BackwardKernel
         if writes[kernel] or sites[kernel]
     )
     return tuple(_deterministic(tasks)) if deterministic else tasks
+
+
+def _kept_tiles(grad: ScoreGrad | None, pairs: frozenset[ScatterSite] | set[ScatterSite]) -> int:
+    """Return how many tiles of values are kept besides weights: scores that derivatives read; addresses to add at.
+
+    Fitted to where kernels compiled offline begin to spill: a score takes what it is recomputed from along.
+    """
+    return 3 * (grad is not None and grad.needs_score) + 3 * len(pairs)
 
 
 def _writes(grad: ScoreGrad | None, wanted: frozenset[str]) -> dict[BackwardKernel, frozenset[str]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.backward_plan import BackwardKernel
-from flexgen.lowering.triton.tiles import REGISTER_BUDGET, Tile, TileShape
+from flexgen.lowering.triton.tiles import REGISTER_BUDGET, Tile, TileShape, halvings
 
 # The options that hold a kernel's tile: Inductor's names for queries and keys of dK/dV and of dQ.
 TILE_OPTIONS = {
@@ -20,9 +20,14 @@ TILE_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class BackwardPhysics:
-    """What a backward tile needs of the chip. Fitted to about 60 kernels compiled offline, by Triton 3.7."""
+    """What a backward tile needs of the chip. Fitted to about 80 kernels compiled offline, by Triton 3.7.
+
+    Attributes:
+        kept_tiles: tiles of scores that mods keep in registers besides weights and their gradients.
+    """
 
     kernel: BackwardKernel
+    kept_tiles: int = 0
 
     @property
     def option_names(self) -> Mapping[str, str]:
@@ -37,7 +42,10 @@ class BackwardPhysics:
         walked = walked_rows * (row_bytes + 2 * 4 + shape.captured.key_bytes) + captured
         if target.matrix_unit == "mfma" and tile.num_stages == 1:  # one tile at a time passes through
             return max(own_rows, walked_rows) * row_bytes + scores + captured
-        stages = tile.num_stages if target.matrix_unit in ("wgmma", "tcgen05") else max(tile.num_stages - 1, 1)
+        if target.matrix_unit == "tcgen05":  # sums leave the matrix unit's memory through shared memory
+            sums = own_rows * self._width(shape) * shape.query_bytes
+            return own_rows * row_bytes + tile.num_stages * walked + max(scores, sums) + 2048
+        stages = tile.num_stages if target.matrix_unit == "wgmma" else max(tile.num_stages - 1, 1)
         transposed = walked_rows * row_bytes // 2 if tile.num_stages == 1 else 0
         return own_rows * row_bytes + stages * walked + transposed + scores + 4096
 
@@ -56,8 +64,29 @@ class BackwardPhysics:
 
     def _registers(self, tile: Tile, shape: TileShape, target: Target) -> int:
         own_rows, walked_rows = self._sides(tile)
-        width = shape.qk_rounded if self.kernel is BackwardKernel.DQ else shape.qk_rounded + shape.v_rounded
-        return own_rows * (width + 2 * walked_rows) // (tile.num_warps * target.warp_size)
+        tiles = 2 + self.kept_tiles
+        return own_rows * (self._width(shape) + tiles * walked_rows) // (tile.num_warps * target.warp_size)
+
+    def _width(self, shape: TileShape) -> int:
+        """Return how many sums there are for each row of the own side."""
+        return shape.qk_rounded if self.kernel is BackwardKernel.DQ else shape.qk_rounded + shape.v_rounded
+
+    def smaller(self, tile: Tile) -> Iterator[Tile]:
+        """Yield ever smaller tiles: the walked side down to 32, then more warps, and the own side last.
+
+        Matrix units of newer chips need 64 rows of the own side.
+        """
+        own_rows, walked_rows = self._sides(tile)
+        for least in (32, 16):
+            for own in halvings(own_rows, 16):
+                for warps in dict.fromkeys((tile.num_warps, 8)):
+                    for walked in halvings(walked_rows, least):
+                        for stages in range(tile.num_stages, 0, -1):
+                            yield self._tile(own, walked, warps, stages)
+
+    def _tile(self, own: int, walked: int, warps: int, stages: int) -> Tile:
+        sides = (own, walked) if self.kernel is BackwardKernel.DQ else (walked, own)
+        return Tile(*sides, warps, stages)
 
     def _sides(self, tile: Tile) -> tuple[int, int]:
         is_dq = self.kernel is BackwardKernel.DQ
@@ -84,9 +113,6 @@ def preferred(dtype: torch.dtype, head_dim: int, target: Target, kernel: Backwar
         return Tile(32, 32, 4, 1), "guess: float32 products run outside the matrix units"
     sizes = _AMD[kernel] if target.backend == "hip" else _HOPPER
     own, walked, warps, stages = sizes[next(limit for limit in sizes if head_dim <= limit)]
-    tile = Tile(own, walked, warps, stages) if kernel is BackwardKernel.DQ else Tile(walked, own, warps, stages)
     measured = target.matrix_unit == "wgmma" and head_dim <= 128
-    return (
-        tile,
-        "measured on H200" if measured else f"not measured on {target.name}; compiled offline, it hardly spills",
-    )
+    origin = "measured on H200" if measured else f"not measured on {target.name}, chosen by registers and memory"
+    return Tile(*((own, walked) if kernel is BackwardKernel.DQ else (walked, own)), warps, stages), origin

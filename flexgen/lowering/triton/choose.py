@@ -19,7 +19,7 @@ from flexgen.lowering.rounding import largest_power_of_two_divisor, round_up_to_
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.lowering.triton.tiles import ForwardPhysics, Physics, Tile, TileShape, captured_loads, preferred, smaller
+from flexgen.lowering.triton.tiles import ForwardPhysics, Physics, Tile, TileShape, captured_loads, preferred
 from flexgen.options import KernelOptions
 from flexgen.problem import DIVISOR, Guard, Problem
 
@@ -222,7 +222,7 @@ def dividing(block: int, sparse: int) -> int:
 def _first_feasible(
     first: Tile, forced: dict[str, int], shape: TileShape, target: Target, physics: Physics
 ) -> tuple[Tile, tuple[Rejected, ...]]:
-    allowed = [t for t in smaller(first) if all(getattr(t, name) == value for name, value in forced.items())]
+    allowed = [t for t in physics.smaller(first) if all(getattr(t, name) == value for name, value in forced.items())]
     rejected: list[Rejected] = []
     for tile in allowed:
         reason = physics.infeasible(tile, shape, target)

@@ -34,7 +34,7 @@ def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
     choose.decide_head_dims(question, answers)
     choose.decide_table(question, answers)
     answers.add("index_map", IndexMap(), "gradients of the heads of a group are summed by the program, not packed")
-    _tile(question, answers, task.kernel)
+    _tile(question, answers, task)
     choose.decide_divisible(question, answers)
     _scale(question, answers)
     choose.decide_arithmetic(question, answers)
@@ -74,14 +74,14 @@ def _own_tile(options: KernelOptions, kernel: BackwardKernel) -> KernelOptions:
     return dataclasses.replace(options, **{"BLOCK_M": None, "BLOCK_N": None, **named})
 
 
-def _tile(question: Question, answers: Answers, kernel: BackwardKernel) -> None:
+def _tile(question: Question, answers: Answers, task: BackwardTask) -> None:
     problem = question.problem
     itemsize = problem.query_dtype.itemsize
     qk, v = answers["QK_HEAD_DIM_ROUNDED"], answers["V_HEAD_DIM_ROUNDED"]
     shape = TileShape(qk, v, itemsize, itemsize, itemsize, captured_loads(question.mods))
-    first, origin = preferred(problem.query_dtype, max(qk, v), question.target, kernel)
+    first, origin = preferred(problem.query_dtype, max(qk, v), question.target, task.kernel)
     first = _fit_lengths(first, question)
-    choose.settle_tile(question, answers, first, origin, shape, BackwardPhysics(kernel))
+    choose.settle_tile(question, answers, first, origin, shape, BackwardPhysics(task.kernel, task.kept_tiles))
 
 
 def _fit_lengths(tile: Tile, question: Question) -> Tile:

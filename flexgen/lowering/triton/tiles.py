@@ -137,6 +137,9 @@ class Physics(Protocol):
     def infeasible(self, tile: Tile, shape: TileShape, target: Target) -> str | None:
         """Return why a tile cannot run well on the target; None if it can."""
 
+    def smaller(self, tile: Tile) -> Iterator[Tile]:
+        """Yield a first choice, and ever smaller ones."""
+
 
 class ForwardPhysics:
     """The forward kernel's."""
@@ -148,6 +151,9 @@ class ForwardPhysics:
 
     def infeasible(self, tile: Tile, shape: TileShape, target: Target) -> str | None:
         return infeasible(tile, shape, target)
+
+    def smaller(self, tile: Tile) -> Iterator[Tile]:
+        return smaller(tile)
 
 
 def preferred(dtype: torch.dtype, head_dim: int, target: Target, *, masked: bool) -> tuple[Tile, str]:
@@ -186,14 +192,15 @@ _WGMMA_MASKED = Tile(64, 64, 4, 3)
 
 def smaller(tile: Tile) -> Iterator[Tile]:
     """Yield ever smaller tiles: fewer stages first, then fewer keys, then fewer rows, then more warps."""
-    for rows in _halvings(tile.BLOCK_M):
+    for rows in halvings(tile.BLOCK_M):
         for warps in (tile.num_warps, 8):
-            for keys in _halvings(tile.BLOCK_N):
+            for keys in halvings(tile.BLOCK_N):
                 for stages in range(tile.num_stages, 0, -1):
                     yield Tile(rows, keys, warps, stages)
 
 
-def _halvings(size: int) -> Iterator[int]:
-    while size >= 16:
+def halvings(size: int, least: int = 16) -> Iterator[int]:
+    """Yield a size, its half, and so on down to `least`."""
+    while size >= least:
         yield size
         size //= 2

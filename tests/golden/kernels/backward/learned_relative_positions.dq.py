@@ -29,7 +29,7 @@ def score_mod(score, b, h, q_idx, kv_idx, table_size0, table_ptr):
     table_at_q_kv = tl.load(
         table_ptr + table_index,
         mask=(table_index >= 0) & (table_index < table_size0),
-        other=0,
+        other=0.0,
     )
     return score + table_at_q_kv
 

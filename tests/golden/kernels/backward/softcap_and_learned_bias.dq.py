@@ -36,7 +36,7 @@ def score_mod(score, b, h, q_idx, kv_idx, bias_ptr, bias_stride0, bias_size0, bi
     bias_at_h_kv = tl.load(
         bias_ptr + h * bias_stride0 + kv_idx,
         mask=(h < bias_size0) & (kv_idx < bias_size1),
-        other=0,
+        other=0.0,
     )
     return tanh_approx(score / 20.0) * 20.0 + bias_at_h_kv
 

@@ -1,0 +1,395 @@
+"""Fused attention, forward, for sm_90. Written by flexgen.
+
+score_mod    none: softmax of scaled products
+mask_mod     causal
+backend      Gluon, a producer warp and 2 consumer warpgroups of 64 rows   because: a row visits most keys:
+                 long rows keep a producer and consumers busy (measured on H200)
+tile         128 query rows x 128 keys, 2 stages, 164864 bytes
+keys         closed form: mask is an interval in kv_idx: [0, q_idx + 1)
+             [0, q_idx + 1)
+mask         one unsigned compare of a key's distance from a row's first live key, on tiles that are not full
+rows         the last ones first   because: later queries visit more keys: their programs start first
+programs     one for each tile of rows   because: long rows: the scheduler balances programs, and a walk gains
+                 nothing
+rows safe    yes   because: kv_idx == 0 always passes the mask, given 1 <= KV_LEN
+flags        KV_TAIL=False, SAFE_HEAD_DIM=True, FOLD_SCALE=True, FAST_TANH=False, OUTPUT_LOGSUMEXP=False,
+                 OUTPUT_MAX=False
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Template variables; docs/options.md says what each one means.
+BLOCK_M = gl.constexpr(128)  # query rows of a program
+ROWS = gl.constexpr(64)  # query rows of a warpgroup
+BLOCK_N = gl.constexpr(128)  # keys of a tile
+CONSUMERS = gl.constexpr(2)  # warpgroups that compute
+STAGES = gl.constexpr(2)  # slots of the ring: a key and a value tile each
+CONSUMER_REGISTERS = gl.constexpr(240)  # of a thread
+PRODUCER_REGISTERS = gl.constexpr(24)
+QK_HEAD_DIM_ROUNDED = gl.constexpr(128)
+V_HEAD_DIM_ROUNDED = gl.constexpr(128)
+WEIGHT_SCALE = gl.constexpr(0.12751743082459868)  # log2(e) times the softmax scale: weights are computed in base 2
+ROW_MAX_FLOOR = gl.constexpr(-1e+38)  # below any score; finite when scaled
+
+# Registers of a warpgroup's four warps hold 16 rows each: scores, the accumulator, and weights as a matrix operand.
+SCORES = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+)
+OUTPUTS = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+)
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=OUTPUTS.value, k_width=2))
+BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def keep_interval(score, distance, width):
+    """score where 0 <= distance < width, else -inf: one unsigned compare and one select.
+
+    In assembly, because the compiler packs the conditions of a whole tile into words before it selects by them.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r", [score, distance, width], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def locate(row_tile, Q_LEN, Q_HEADS, batch_heads):
+    """Return batch, head and first query of a tile of query rows: the last queries, which visit most keys, come first."""
+    tiles_per_head = gl.cdiv(Q_LEN, BLOCK_M)
+    q_tile = tiles_per_head - 1 - row_tile // batch_heads
+    batch_head = row_tile % batch_heads
+    return batch_head // Q_HEADS, batch_head % Q_HEADS, q_tile * BLOCK_M
+
+
+@gluon.jit
+def key_tiles(b, h, q_start, Q_LEN, KV_LEN):
+    """Return which tiles of BLOCK_N keys a row tile visits and which need no mask."""
+    q_lo = q_start
+    q_hi = gl.minimum(q_start + BLOCK_M, Q_LEN) - 1
+    # [0, q_idx + 1)
+    lo = 0
+    hi = gl.cdiv(gl.minimum(q_hi + 1, KV_LEN), BLOCK_N)
+    full_hi = gl.minimum(q_lo + 1, KV_LEN) // BLOCK_N
+    full_hi = gl.minimum(gl.maximum(full_hi, lo), hi)
+    # One tile is visited at least, so that the pipeline always fills: in a row tile without live keys it is masked out.
+    first = gl.minimum(lo, gl.cdiv(KV_LEN, BLOCK_N) - 1)
+    count = gl.maximum(hi - lo, 1)
+    return first, count, full_hi
+
+
+@gluon.jit
+def tile_at(step, tiles):
+    """Return the number of the key tile that is visited at a step."""
+    first, count, full_hi = tiles
+    tile = first + step
+    return tile
+
+
+@gluon.jit
+def needs_mask(step, tile, tiles):
+    """Whether a key tile holds keys that are not live for each query."""
+    first, count, full_hi = tiles
+    return tile >= full_hi
+
+
+@gluon.jit
+def live_keys(b, h, q_idx, Q_LEN, KV_LEN):
+    """Return, for each query, its first live key and how many there are: they are one interval, which ends at KV_LEN."""
+    kv_lo = 0
+    kv_hi = gl.minimum(q_idx + 1, KV_LEN)
+    return kv_lo, gl.maximum(kv_hi - kv_lo, 0)
+
+
+@gluon.jit
+def finish_scores(score, tile, checked, kv_lo, kv_width):
+    """Turn the products of a key tile into scores: -inf where no key is live."""
+    kv_idx = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    if checked:
+        score = keep_interval(score, kv_idx[None, :], kv_width[:, None])
+    return score
+
+
+@gluon.jit
+def softmax(score, row_max, row_sum):
+    """One step of the online softmax: weights, the factor of what was summed before, and the new row statistics."""
+    # row_max starts at a finite floor, so a row with no live key yet gives weights of 0, never NaN.
+    new_max = gl.maximum(row_max, gl.max(score, 1))
+    alpha = gl.exp2((row_max - new_max) * WEIGHT_SCALE)
+    weight = gl.exp2(score * WEIGHT_SCALE - (new_max * WEIGHT_SCALE)[:, None])
+    row_sum = row_sum * alpha + gl.sum(weight, 1)
+    return weight, alpha, new_max, row_sum
+
+
+@gluon.jit
+def multiply(query, key):
+    """Start query @ key.T of one tile; the result is ready after a wait."""
+    nothing = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, SCORES)
+    key = key.reshape([BLOCK_N, QK_HEAD_DIM_ROUNDED]).permute((1, 0))
+    return warpgroup_mma(query, key, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def accumulate(weight, value, acc):
+    """Start acc + weight @ value of one tile; the weights stay in registers, and must until a wait."""
+    return warpgroup_mma(weight, value.reshape([BLOCK_N, V_HEAD_DIM_ROUNDED]), acc, is_async=True)
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    """Scale each row of the accumulator."""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUTS))[:, None]
+
+
+@gluon.jit
+def as_operand(weight):
+    """Weights in the inputs' dtype, in the registers where the matrix instruction reads them."""
+    return gl.convert_layout(weight.to(gl.bfloat16), WEIGHTS)
+
+
+@gluon.jit
+def store_rows(
+    acc, row_max, row_sum, b, h, row_start,
+    output_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN, Q_HEADS,
+):
+    """Divide by the row sums and write a warpgroup's rows."""
+    batch = b.to(gl.int64)
+    head = h.to(gl.int64)
+    row = row_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUTPUTS))
+    v_dim = gl.arange(0, V_HEAD_DIM_ROUNDED, layout=gl.SliceLayout(0, OUTPUTS))
+    inverse = 1.0 / row_sum
+    output = rescale(acc, inverse)
+    output_ptr += batch * output_stride_b + head * output_stride_h
+    gl.store(
+        output_ptr + row[:, None] * output_stride_q + v_dim[None, :],
+        output.to(gl.bfloat16),
+        mask=(row < Q_LEN)[:, None],
+    )
+
+
+@gluon.jit
+def next_slot(slot, phase):
+    """Go to the next slot of the ring; the parity to wait for flips each time around."""
+    slot += 1
+    wrapped = slot == STAGES
+    return gl.where(wrapped, 0, slot), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def load_tile(
+    row_tile, slot, phase, descriptors, barriers, buffers,
+    Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b,
+    key_stride_h, value_stride_b, value_stride_h,
+):
+    """Copy a row tile's queries, and the key and value tiles that it visits, into the ring; return where the ring is."""
+    query_desc, key_desc, value_desc = descriptors
+    query_full, key_full, key_empty, value_full, value_empty = barriers
+    queries, keys, values = buffers
+    b, h, q_start = locate(row_tile, Q_LEN, Q_HEADS, batch_heads)
+    tiles = key_tiles(b, h, q_start, Q_LEN, KV_LEN)
+    kv_head = h
+    # What is shared along a dimension has stride 0 there, and one entry in its descriptor.
+    query_b, query_h = gl.where(query_stride_b == 0, 0, b), gl.where(query_stride_h == 0, 0, h)
+    key_b, key_h = gl.where(key_stride_b == 0, 0, b), gl.where(key_stride_h == 0, 0, kv_head)
+    value_b, value_h = gl.where(value_stride_b == 0, 0, b), gl.where(value_stride_h == 0, 0, kv_head)
+
+    for warpgroup in gl.static_range(CONSUMERS):
+        mbarrier.expect(query_full.index(warpgroup), query_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            query_desc, [query_b, query_h, q_start + warpgroup * ROWS, 0], query_full.index(warpgroup), queries.index(warpgroup)
+        )
+
+    for step in range(0, tiles[1]):
+        kv_start = tile_at(step, tiles) * BLOCK_N
+        # A slot is free once all consumers have arrived since it was last filled: the parity before this one's.
+        mbarrier.wait(key_empty.index(slot), phase ^ 1)
+        mbarrier.expect(key_full.index(slot), key_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            key_desc, [key_b, key_h, kv_start, 0], key_full.index(slot), keys.index(slot),
+        )
+        mbarrier.wait(value_empty.index(slot), phase ^ 1)
+        mbarrier.expect(value_full.index(slot), value_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            value_desc, [value_b, value_h, kv_start, 0], value_full.index(slot), values.index(slot),
+        )
+        slot, phase = next_slot(slot, phase)
+    return slot, phase
+
+
+@gluon.jit
+def attend_tile(
+    row_tile, slot, phase, barriers, buffers,
+    output_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN, KV_LEN, Q_HEADS,
+    batch_heads,
+    WARPGROUP: gl.constexpr,
+):
+    """Compute one warpgroup's rows of a row tile; return where the ring is."""
+    query_full, key_full, key_empty, value_full, value_empty = barriers
+    queries, keys, values = buffers
+    b, h, q_start = locate(row_tile, Q_LEN, Q_HEADS, batch_heads)
+    tiles = key_tiles(b, h, q_start, Q_LEN, KV_LEN)
+    row_start = q_start + WARPGROUP * ROWS
+    q_idx = row_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+    kv_lo, kv_width = live_keys(b, h, q_idx, Q_LEN, KV_LEN)
+    query = queries.index(WARPGROUP).reshape([ROWS, QK_HEAD_DIM_ROUNDED])
+    row_max = gl.full([ROWS], ROW_MAX_FLOOR, gl.float32, gl.SliceLayout(1, SCORES))
+    row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.full([ROWS, V_HEAD_DIM_ROUNDED], 0.0, gl.float32, OUTPUTS)
+    mbarrier.wait(query_full.index(WARPGROUP), 0)
+
+    # The first key tile fills the pipeline.
+    mbarrier.wait(key_full.index(slot), phase)
+    score = multiply(query, keys.index(slot))
+    score = warpgroup_mma_wait(0, deps=[score])
+    mbarrier.arrive(key_empty.index(slot), count=1)
+    tile = tile_at(0, tiles)
+    checked = needs_mask(0, tile, tiles)
+    score = finish_scores(score, tile, checked, kv_lo, kv_width)
+    weight, alpha, row_max, row_sum = softmax(score, row_max, row_sum)
+    operand = as_operand(weight)
+    value_slot, value_phase = slot, phase
+    slot, phase = next_slot(slot, phase)
+
+    # Each step starts the products with this key tile and those with the value tile before it, and computes this
+    # tile's weights while the latter run. Nothing is in flight at the end of a step: a register operand that were
+    # would make the assembler serialise every matrix instruction.
+    for step in range(1, tiles[1]):
+        mbarrier.wait(key_full.index(slot), phase)
+        score = multiply(query, keys.index(slot))
+        mbarrier.wait(value_full.index(value_slot), value_phase)
+        acc = accumulate(operand, values.index(value_slot), acc)
+        score = warpgroup_mma_wait(1, deps=[score])
+        mbarrier.arrive(key_empty.index(slot), count=1)
+        tile = tile_at(step, tiles)
+        checked = needs_mask(step, tile, tiles)
+        score = finish_scores(score, tile, checked, kv_lo, kv_width)
+        weight, alpha, row_max, row_sum = softmax(score, row_max, row_sum)
+        acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+        mbarrier.arrive(value_empty.index(value_slot), count=1)
+        acc = rescale(acc, alpha)
+        operand = as_operand(weight)
+        value_slot, value_phase = slot, phase
+        slot, phase = next_slot(slot, phase)
+
+    mbarrier.wait(value_full.index(value_slot), value_phase)
+    acc = accumulate(operand, values.index(value_slot), acc)
+    acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
+    mbarrier.arrive(value_empty.index(value_slot), count=1)
+    store_rows(
+        acc, row_max, row_sum, b, h, row_start, output_ptr, output_stride_b, output_stride_h, output_stride_q,
+        Q_LEN, Q_HEADS,
+    )
+    return slot, phase
+
+
+@gluon.jit
+def produce(
+    descriptors, barriers, buffers,
+    Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b,
+    key_stride_h, value_stride_b, value_stride_h,
+):
+    """The producer warp: keeps the ring filled for the consumers."""
+    slot = 0
+    phase = 0
+    load_tile(
+        gl.program_id(0), slot, phase, descriptors, barriers, buffers, Q_LEN, KV_LEN, Q_HEADS, batch_heads,
+        query_stride_b, query_stride_h, key_stride_b, key_stride_h, value_stride_b, value_stride_h,
+    )
+
+
+@gluon.jit
+def consume(
+    barriers, buffers,
+    output_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN, KV_LEN, Q_HEADS,
+    batch_heads,
+    WARPGROUP: gl.constexpr,
+):
+    """A consumer warpgroup: computes its rows of each row tile."""
+    slot = 0
+    phase = 0
+    attend_tile(
+        gl.program_id(0), slot, phase, barriers, buffers, output_ptr, output_stride_b, output_stride_h,
+        output_stride_q, Q_LEN, KV_LEN, Q_HEADS, batch_heads, WARPGROUP,
+    )
+
+
+@gluon.jit
+def forward(
+    query_desc,
+    key_desc,
+    value_desc,
+    output_ptr,
+    query_stride_b,
+    query_stride_h,
+    key_stride_b,
+    key_stride_h,
+    value_stride_b,
+    value_stride_h,
+    output_stride_b,
+    output_stride_h,
+    output_stride_q,
+    Q_LEN,
+    KV_LEN,
+    Q_HEADS,
+    BATCH,
+):
+    """Share a row tile of BLOCK_M queries between 2 consumer warpgroups, which one producer warp feeds."""
+    queries = gl.allocate_shared_memory(
+        gl.bfloat16, [CONSUMERS, 1, 1, ROWS, QK_HEAD_DIM_ROUNDED], query_desc.layout,
+    )
+    keys = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, BLOCK_N, QK_HEAD_DIM_ROUNDED], key_desc.layout,
+    )
+    values = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, 1, 1, BLOCK_N, V_HEAD_DIM_ROUNDED], value_desc.layout,
+    )
+    # Full: the copy engine has written all bytes that the producer announced. Empty: each consumer has arrived.
+    query_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
+    key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for warpgroup in gl.static_range(CONSUMERS):
+        mbarrier.init(query_full.index(warpgroup), count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(key_full.index(slot), count=1)
+        mbarrier.init(key_empty.index(slot), count=CONSUMERS)
+        mbarrier.init(value_full.index(slot), count=1)
+        mbarrier.init(value_empty.index(slot), count=CONSUMERS)
+    fence_async_shared()  # the copy engine sees the barriers
+    descriptors = (query_desc, key_desc, value_desc)
+    barriers = (query_full, key_full, key_empty, value_full, value_empty)
+    buffers = (queries, keys, values)
+    batch_heads = BATCH * Q_HEADS
+    producer = (
+        descriptors, barriers, buffers,
+        Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b,
+        key_stride_h, value_stride_b, value_stride_h,
+    )
+    consumer_0 = (
+        barriers, buffers,
+        output_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN, KV_LEN, Q_HEADS,
+        batch_heads,
+        0,
+    )
+    consumer_1 = (
+        barriers, buffers,
+        output_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN, KV_LEN, Q_HEADS,
+        batch_heads,
+        1,
+    )
+    gl.warp_specialize(
+        [(consume, consumer_0), (consume, consumer_1), (produce, producer)],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
