@@ -135,6 +135,10 @@ class KernelOptions:
 
 KERNEL_OPTION_NAMES = tuple(field.name for field in dataclasses.fields(KernelOptions))
 BACKWARD_ONLY = frozenset({"BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "WRITE_DQ"})
+# Choices that the backward kernels do not have; without a prefix they are about the forward alone.
+FORWARD_ONLY = frozenset(
+    {"BLOCK_M", "BLOCK_N", "PRESCALE_QK", "USE_SUBTILING", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "USE_TMA"}
+)
 PREFIXES = ("fwd_", "bwd_")
 
 
@@ -160,6 +164,8 @@ class Options:
                 why="a layout names the order of batch, heads, sequence and head dim",
                 fix='use layout="bhsd" or layout="bshd"',
             )
+        _refuse_foreign("fwd_", self.fwd, BACKWARD_ONLY, "forward kernel")
+        _refuse_foreign("bwd_", self.bwd, FORWARD_ONLY, "backward kernels")
 
     @staticmethod
     def of(given: Options | Mapping[str, Any] | None = None, **named: Any) -> Options:
@@ -184,6 +190,18 @@ class Options:
     def backward(self) -> KernelOptions:
         """Return the choices for the backward kernels."""
         return dataclasses.replace(self.kernel, **self.bwd.given())
+
+
+def _refuse_foreign(prefix: str, options: KernelOptions, foreign: frozenset[str], kernels: str) -> None:
+    """Refuse a choice for kernels that do not have it; saying no to a feature that they lack is fine."""
+    for name, value in options.given().items():
+        if name in foreign and value is not False:
+            tiles = "; their tiles are bwd_BLOCK_M1, bwd_BLOCK_N1, bwd_BLOCK_M2 and bwd_BLOCK_N2"
+            raise OptionError(
+                f"{prefix}{name}={value!r} chooses nothing",
+                why=f"the {kernels} have no {name}" + (tiles if prefix == "bwd_" and name.startswith("BLOCK_") else ""),
+                fix=f"drop it, or use {name} without a prefix",
+            )
 
 
 def valid_names() -> tuple[str, ...]:

@@ -41,6 +41,12 @@ def test_options_change_no_gradient(device, options):
     check_backward(training_inputs(SHAPE, device), learned(relative, table), causal, options=options)
 
 
+@pytest.mark.parametrize("name", ["fwd_BLOCK_M1", "fwd_WRITE_DQ", "bwd_BLOCK_M", "bwd_USE_TMA", "bwd_PRESCALE_QK"])
+def test_choices_for_kernels_that_do_not_have_them_are_refused(name):
+    value = 32 if "BLOCK" in name else True
+    refusal(lambda: flexgen.compile(options={name: value}), flexgen.OptionError, name, "drop it")
+
+
 def test_narrow_precision_is_close(device):
     inputs = training_inputs(square(40), device)
     exact = torch.autograd.grad(flexgen.compile()(*inputs).sum(), list(inputs))

@@ -28,10 +28,14 @@ def test_half_precision_on_sm_90_is_served(head_dim: int) -> None:
     assert backend_of(lower(head_dim=head_dim)) == "GLUON"
 
 
-def test_a_head_dim_of_64_with_a_score_mod_stays_with_plain_triton() -> None:
+def test_a_head_dim_of_32_stays_with_plain_triton_until_it_is_measured() -> None:
+    low = lower(head_dim=32)
+    assert (backend_of(low), passed_over(low)) == ("TRITON", "not measured to win here")
+
+
+def test_a_score_mod_at_head_dim_64_gets_small_programs() -> None:
     low = lower(lambda score, b, h, q_idx, kv_idx: torch.tanh(score), head_dim=64)
-    assert backend_of(low) == "TRITON"
-    assert passed_over(low) == "not measured to win here"
+    assert (backend_of(low), low.plan.template) == ("GLUON", Template.ONE_WARPGROUP)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])

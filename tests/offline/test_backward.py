@@ -28,12 +28,14 @@ def kernels(case: BackwardCase, target: str):
 FEW = 160  # bytes a thread; what does not stay in registers beside two sums, a score and what is derived from it
 
 
-def cases():
-    """Yield every pair; those of less interest are slow."""
+def cases() -> list[object]:
+    """Return every pair; those of less interest are slow."""
+    pairs = []
     for case in CASES:
         for target in MAIN:
             marks = [] if target == "sm_90" or case.name == "softcap_and_learned_bias" else [pytest.mark.slow]
-            yield pytest.param(case, target, id=f"{case.name}-{target}", marks=marks)
+            pairs.append(pytest.param(case, target, id=f"{case.name}-{target}", marks=marks))
+    return pairs
 
 
 @pytest.mark.parametrize(("case", "target"), cases())

@@ -1,4 +1,4 @@
-"""`import flexgen` is quick, and brings in nothing heavy that a user did not ask for."""
+"""`import flexgen` brings in nothing that a user did not ask for; the time it takes is benchmarks/import_time.py's."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ import sys
 
 HEAVY = ("torch._inductor", "torch._dynamo", "sympy", "attn_gym", "transformers", "rich")
 
-MEASURE = """
-import importlib.util, time
-import torch
-if importlib.util.find_spec("triton"):
-    import triton
-start = time.process_time()
-import flexgen
-flexgen.compile, flexgen.create_block_mask, flexgen.flex_attention
-print(time.process_time() - start)
-"""
 LIST = """
 import sys
 import flexgen
@@ -36,6 +26,6 @@ def test_import_brings_in_nothing_heavy() -> None:
     assert [name for name in loaded if name.startswith(HEAVY)] == []
 
 
-def test_import_adds_little_to_torch_and_triton() -> None:
-    # Processor time, and the best of three: what a busy machine adds is not flexgen's.
-    assert min(float(run(MEASURE)) for _ in range(3)) < 0.3
+def test_import_alone_loads_no_part_of_flexgen() -> None:
+    loaded = run("import sys, flexgen; print(*sys.modules, sep='\\n')").split()
+    assert [name for name in loaded if name.startswith("flexgen.") or name.startswith("torch")] == []

@@ -32,7 +32,7 @@ def score_mod(
     bias_at_h_q_kv = tl.load(
         bias_ptr + h * bias_stride0 + q_idx * bias_stride1 + kv_idx,
         mask=(h < bias_size0) & (q_idx < bias_size1) & (kv_idx < bias_size2),
-        other=0,
+        other=0.0,
     )
     return score + bias_at_h_q_kv
 

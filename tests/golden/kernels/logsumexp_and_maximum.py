@@ -146,4 +146,8 @@ def forward(
     )
     tl.store(logsumexp_ptr + aux_offset, logsumexp)
     max_score = tl.where(row_is_empty, float("-inf"), natural_max)
+    max_score = tl.where(
+        row_sum == row_sum,
+        max_score, row_sum,
+    )  # a NaN among the scores shows in the sum alone
     tl.store(max_scores_ptr + aux_offset, max_score)
