@@ -9,9 +9,10 @@ import torch
 
 from flexgen.attention import Attention
 from flexgen.aux_outputs import AuxOutput, AuxRequest
-from flexgen.errors import OptionError, UnsupportedProblemError
+from flexgen.errors import OptionError, ProblemTypeError, UnsupportedProblemError
 from flexgen.lowered import Lowered
 from flexgen.options import Options
+from flexgen.runtime.describe import check_tensors
 from flexgen.torch_library.traced import call_traced
 
 __all__ = ["Attention", "AuxOutput", "AuxRequest", "Lowered", "compile", "flex_attention"]
@@ -72,6 +73,8 @@ def flex_attention(
         kernel_options: as `options` of `compile`.
         return_aux: auxiliary outputs to return.
     """
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
+        check_tensors(query, key, value, "bhsd")
     if not enable_gqa and query.dim() == 4 and key.dim() == 4 and query.shape[1] != key.shape[1]:
         raise UnsupportedProblemError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}, and enable_gqa is False",
@@ -83,13 +86,17 @@ def flex_attention(
             why="each says which auxiliary outputs to return, and in which form",
             fix="drop return_lse and pass return_aux=flexgen.AuxRequest(lse=True)",
         )
+    if block_mask is not None and not hasattr(block_mask, "mask_mod"):
+        raise ProblemTypeError(
+            f"block_mask is {type(block_mask).__name__}, not a BlockMask", fix="make one with flexgen.create_block_mask"
+        )
     mask_mod = None if block_mask is None else block_mask.mask_mod
-    options = tuple(sorted((kernel_options or {}).items()))
     request = AuxRequest(lse=True) if return_lse and return_aux is None else return_aux
     if torch.compiler.is_dynamo_compiling():
+        options = tuple(sorted((kernel_options or {}).items()))
         result = call_traced(score_mod, mask_mod, options, (query, key, value), scale, request, block_mask)
     else:
-        attention = _attention(score_mod, mask_mod, options)
+        attention = _attention(score_mod, mask_mod, Options.of(kernel_options))
         result = attention(query, key, value, scale, request, block_table=block_mask)
     return (result[0], result[1].lse) if return_lse and return_aux is None else result
 
@@ -98,12 +105,12 @@ _attentions: dict[tuple[Any, ...], Attention] = {}
 _MAX_ATTENTIONS = 256
 
 
-def _attention(score_mod: Any, mask_mod: Any, options: tuple[tuple[str, Any], ...]) -> Attention:
+def _attention(score_mod: Any, mask_mod: Any, options: Options) -> Attention:
     """Return the Attention of these callables, made once; the oldest are dropped when there are many."""
     key = (id(score_mod), id(mask_mod), options)  # callables may be unhashable, or equal without being the same
     found = _attentions.get(key)
     if found is None or found.score_mod is not score_mod or found.mask_mod is not mask_mod:
         if len(_attentions) >= _MAX_ATTENTIONS:
             _attentions.pop(next(iter(_attentions)))
-        found = _attentions[key] = compile(score_mod, mask_mod, dict(options))
+        found = _attentions[key] = compile(score_mod, mask_mod, options)
     return found

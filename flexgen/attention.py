@@ -17,7 +17,7 @@ from flexgen.ir.graph import Axis
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import DEFAULT_TARGET, Target, target_named
 from flexgen.options import Options
-from flexgen.pipeline import ForwardKernel, Understood, compile_forward, compile_table, understand
+from flexgen.pipeline import ForwardKernel, Understood, compile_forward, compile_table, has_tail, understand
 from flexgen.problem import INDEX_LIMIT, Guard, Problem, TableForm
 from flexgen.runtime.bind import bind
 from flexgen.runtime.block_table import BlockTable, check_block_table, read_block_mask
@@ -84,7 +84,7 @@ class Attention:
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._requests: OrderedDict[Hashable, TableRequest] = OrderedDict()  # of explicit tables
         self._tables = Tables(self._forward_options)
-        self._training = Training(options.backward())
+        self._training = Training(options.backward(), self._tables)
         self._scales: dict[float, None] = {}
         self._lock = threading.RLock()
 
@@ -134,6 +134,8 @@ class Attention:
             tensors = autocast(tensors)
         wanted = aux if sinks is None else replace(aux, lse=True)
         if needs_operator(query):
+            if query.is_nested:
+                check_tensors(*tensors, self.options.layout)
             outputs = self._through_operator(tensors, scale, wanted, block_table, validate)
         else:
             outputs = self.run(self._read(*tensors), tensors, scale, wanted, block_table, validate)
@@ -172,7 +174,7 @@ class Attention:
         prepared, buffers = self._ready(reading, tensors, scale, aux, block_table, validate)
         lists = self._tables.lists(prepared.request, block_table, Values(reading.buffers, buffers, reading.scalars))
         if records:
-            outputs = self._recorded(prepared, reading, tensors, buffers, lists)
+            outputs = self._recorded(prepared, reading, tensors, buffers, lists, block_table)
         else:
             outputs = prepared.run(query, key, value, buffers, reading.scalars, lists)
         if self.options.layout == "bshd":
@@ -246,9 +248,12 @@ class Attention:
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         buffers: Any,
         lists: Any,
+        block_table: Any,
     ) -> dict[str, torch.Tensor]:
         """Run a prepared forward under autograd."""
         basis: Basis = prepared.basis(reading.scalars)
+        if isinstance(block_table, DerivedTable):
+            basis = replace(basis, given=block_table)
         query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
         inputs = (query, _broadcast(key, query.shape[0]), _broadcast(value, query.shape[0]), *buffers)
         step = Step(
@@ -337,7 +342,8 @@ class Attention:
 
     def _read(self, query: Any, key: Any, value: Any) -> Reading:
         """Check the tensors where that is cheap enough to do at every call, and re-read what the mods captured."""
-        if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)):
+        tensors = isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+        if not tensors or not query.layout is key.layout is value.layout is torch.strided or query.is_nested:
             check_tensors(query, key, value, self.options.layout)
         return self._mods.current(torch.float64 if query.dtype == torch.float64 else torch.float32)
 
@@ -356,7 +362,7 @@ class Attention:
             return None
         if reading.buffers:
             device = query.get_device()
-            if any([buffer.get_device() != device for buffer in reading.buffers]):
+            if any([buffer.get_device() != device for buffer in reading.buffers]):  # noqa: C419 (faster)
                 return None
         return (
             id(reading.captured),
@@ -407,7 +413,8 @@ class Attention:
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
         )
-        outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores)
+        tail = aux.lse and has_tail(self._understand(reading), query.dtype)
+        outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores, tail=tail)
         problem = describe_problem(
             launch,
             constant_scale=self._scale_is_constant(launch.scale, scale),
@@ -522,8 +529,10 @@ def _basis(call: _Call, target: Target) -> Basis:
 def _basis_maker(call: _Call, target: Target) -> Callable[[Any], Basis]:
     """Return the maker of what the backward needs to know of a call of this form, given its numbers."""
     names, understood, table = list(call.launch.scalars), call.understood, call.table
-    scale, problem = call.launch.scale, call.problem
-    return lambda scalars: Basis(understood, problem, target, table, scale, dict(zip(names, scalars, strict=True)))
+    scale, problem, derived = call.launch.scale, call.problem, call.derived
+    return lambda scalars: Basis(
+        understood, problem, target, table, scale, dict(zip(names, scalars, strict=True)), derived
+    )
 
 
 def _offline_target(query: torch.Tensor) -> Target:

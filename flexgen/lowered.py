@@ -26,15 +26,24 @@ class LoweredBackward:
     Attributes:
         kernels: planned and emitted, in the order in which they run.
         divisible: for delta and each pass, the positions of arguments that are multiples of 16.
+        tables: for each pass, the kernels that derive the block table that it walks, if it does.
     """
 
     kernels: BackwardKernels
     divisible: tuple[frozenset[int], ...]
+    tables: tuple[TableKernel | None, ...]
 
     @property
     def passes(self) -> dict[str, tuple[KernelSource, DeltaPlan | BackwardPlan]]:
         """Source and plan of each kernel by name, in the order in which they run."""
         return {"backward_delta": self.kernels.delta} | {_pass_name(p): (s, p) for s, p in self.kernels.passes}
+
+    @property
+    def source(self) -> dict[str, str]:
+        """Emitted text by name: of each kernel, and of those that derive its block table."""
+        names = [_pass_name(plan) for _, plan in self.kernels.passes]
+        derived = {f"{name}_block_table": t.source.text for name, t in zip(names, self.tables, strict=True) if t}
+        return derived | {name: source.text for name, (source, _) in self.passes.items()}
 
 
 def _pass_name(plan: BackwardPlan) -> str:
@@ -61,10 +70,13 @@ class Lowered:
 
     @property
     def source(self) -> dict[str, str]:
-        """Emitted text by name: "forward", "block_table", "backward_delta", "backward_dq", "backward_dkdv"."""
+        """Emitted text by name: "forward", "block_table", "backward_delta", "backward_dq", "backward_dkdv".
+
+        The kernels that derive a backward kernel's table go by its name with "_block_table".
+        """
         sources = {self.forward.source.entry: self.forward.source.text}
         sources |= {"block_table": self.table.source.text} if self.table else {}
-        return sources | ({name: s.text for name, (s, _) in self.backward.passes.items()} if self.backward else {})
+        return sources | (self.backward.source if self.backward else {})
 
     @property
     def plan(self) -> ForwardPlan:
@@ -103,7 +115,7 @@ class Lowered:
         """Compile a kernel for its target, offline, with the launcher's own specialisation.
 
         Args:
-            entry: a name in `source`, other than "block_table".
+            entry: a name in `source`, other than those that end in "block_table".
 
         Raises:
             KernelCompileError: Triton or the assembler refused the kernel.

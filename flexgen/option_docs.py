@@ -166,9 +166,11 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "HAS_FULL_BLOCKS": "The block mask lists blocks that need no mask apart.",
         "OUTPUT_LOGSUMEXP": "The logsumexp of each row is written.",
         "OUTPUT_MAX": "The largest score of each row is written.",
+        "OUTPUT_TAIL": "What rounding takes from the logsumexp is written too, so that the backward recomputes exact "
+        "weights of scores of any magnitude.",
         "FOLD_SCALE": "Scale and log2(e) are one factor inside the exponential: there is no score_mod.",
-        "SUBTRACT_FIRST": "The row's maximum is subtracted before scores are multiplied by log2(e), for scores near "
-        "the float32 minimum.",
+        "SUBTRACT_FIRST": "The row's maximum is subtracted before scores are multiplied by log2(e), so that scores of "
+        "any magnitude keep their differences.",
         "ROW_MAX_FLOOR": "Where a row's running maximum starts: finite, so that a row without a live key gives no NaN.",
         "BACKEND": "Which backend emits the kernel: see the option.",
         "template": "Of a Gluon kernel: WS, a producer warp that feeds consumer warpgroups, or ONE, one warpgroup.",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from flexgen.backends import choose_backend
 from flexgen.capture.live import Captured
 from flexgen.codegen.block_table_emit import TableSource, emit_block_table
@@ -22,7 +24,7 @@ from flexgen.lowering.table_plan import TablePlan
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.backward_tasks import backward_tasks
-from flexgen.lowering.triton.choose import Question
+from flexgen.lowering.triton.choose import Question, scores_may_be_extreme
 from flexgen.lowering.triton.choose_backward import choose_backward, choose_delta
 from flexgen.lowering.triton.choose_table import TABLE_TIERS, TableChoice, choose_table
 from flexgen.lowering.triton.plan import ForwardPlan
@@ -77,6 +79,11 @@ def understand(captured: Captured) -> Understood:
     mask = simplified.mods.mask
     rule = block_rule(mask, simplified.origins) if mask is not None and facts.tier in TABLE_TIERS else None
     return Understood(captured, simplified, facts, rule)
+
+
+def has_tail(understood: Understood, query_dtype: torch.dtype) -> bool:
+    """Whether the logsumexp comes in two parts: scores may be so large that one part rounds their differences away."""
+    return scores_may_be_extreme(understood.mods.score, query_dtype) is not None
 
 
 def _without_constant_mask(mods: Mods) -> Mods:

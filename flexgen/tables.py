@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
+from dataclasses import replace
 
 import torch
 
@@ -62,6 +63,8 @@ class Tables:
         mods = understood.mods
         assert mods.mask is not None
         captured = understood.captured
+        names = {buffer.name for buffer in mods.mask.buffers} | {scalar.name for scalar in mods.mask.scalars}
+        guard = replace(guard, wide=guard.wide & names)  # so that forward and backward share tables
         key = (id(captured), form, target.name, guard.wide, guard.wide_index, walked)
         with self._lock:
             kernels = self._kernels.get(key)
@@ -86,11 +89,11 @@ class Tables:
         return table.current_lists()
 
 
-def placeholder_lists(understood: Understood, launch: Launch, form: TableForm) -> Lists:
+def placeholder_lists(understood: Understood, launch: Launch, form: TableForm, walked: Axis = Axis.KV) -> Lists:
     """Return lists of the shapes that a derived table has, without memory."""
     assert understood.rule is not None
     sizes = TableSizes.of(understood.rule.axes, launch)
-    return expanded(new_lists(form, sizes, Axis.KV, 0, torch.device("meta")), launch.batch, launch.q_heads)
+    return expanded(new_lists(form, sizes, walked, 0, torch.device("meta")), launch.batch, launch.q_heads)
 
 
 def check_derived(table: DerivedTable, captured: object, query: torch.Tensor, key: torch.Tensor) -> None:

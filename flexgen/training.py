@@ -8,19 +8,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flexgen.ir.graph import Axis
 from flexgen.lowered import LoweredBackward
+from flexgen.lowering.schedule import Walk
 from flexgen.lowering.targets import Target
-from flexgen.lowering.triton.backward_plan import Accumulation, BackwardPlan
+from flexgen.lowering.triton.backward_plan import Accumulation, BackwardKernel, BackwardPlan
 from flexgen.options import KernelOptions
-from flexgen.pipeline import BackwardKernels, Understood, Wanted, compile_backward
-from flexgen.problem import Guard, Problem
+from flexgen.pipeline import BackwardKernels, TableKernel, Understood, Wanted, compile_backward, compile_table
+from flexgen.problem import Guard, Problem, TableForm
 from flexgen.runtime.bind import bind
 from flexgen.runtime.block_table import BlockTable
+from flexgen.runtime.derived_table import DerivedTable, Lists
 from flexgen.runtime.describe import Launch, describe_guard, describe_problem, scalars_are_trusted
 from flexgen.runtime.differentiable import Gradients, Saved
 from flexgen.runtime.fixed_point import scale_for, to_float
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import column_lists, table_lists
+from flexgen.runtime.table_cache import Values
+from flexgen.tables import Tables, placeholder_lists
 
 INPUTS = frozenset({"query", "key", "value"})
 
@@ -35,6 +40,9 @@ class Basis:
         target: the chip.
         table: the caller's block mask, if any.
         scale, scalars: run-time numbers of the call.
+        derived: the form of the table that the forward derived from the mask, or was given; then the backward kernels
+            walk tables too.
+        given: that table, where the caller passed it.
     """
 
     understood: Understood
@@ -43,6 +51,8 @@ class Basis:
     table: BlockTable | None
     scale: float
     scalars: Mapping[str, int | float]
+    derived: TableForm | None = None
+    given: DerivedTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +78,12 @@ class Training:
 
     Args:
         options: the backward options.
+        tables: its block tables.
     """
 
-    def __init__(self, options: KernelOptions) -> None:
+    def __init__(self, options: KernelOptions, tables: Tables) -> None:
         self._options = options
+        self._tables = tables
         self._kernels: dict[Hashable, _Kernels] = {}
         self._lock = threading.Lock()
 
@@ -96,7 +108,10 @@ class Training:
         outputs = _allocate(launch, task)
         if grad_logsumexp is not None:
             outputs["grad_logsumexp"] = grad_logsumexp
-        _run(self._compiled(basis, launch, outputs, task), launch, outputs)
+        problem, guard = _described(basis, launch, outputs)
+        kernels = self._compiled(basis, launch, problem, guard, task)
+        lists = [self._lists(basis, launch, saved.buffers, guard, plan) for _, plan in kernels.passes]
+        _run(kernels, launch, outputs, lists)
         return _collect(wanted, names, buffers, outputs)
 
     def lower(self, basis: Basis, forward: Launch, loss_reads_logsumexp: bool) -> LoweredBackward:
@@ -121,12 +136,16 @@ class Training:
         kernels = compile_backward(
             basis.understood, problem, guard, basis.target, self._options, trusted=trusted, wanted=wanted
         )
+        tables = [_lower_table(basis, launch, guard, plan) for _, plan in kernels.passes]
+        launches = [launch, *(replace(launch, table=lists) for _, lists in tables)]
         sources = (kernels.delta[0], *(source for source, _ in kernels.passes))
-        divisible = tuple(divisible_positions(source.args, bind(source.args, launch, outputs)) for source in sources)
-        return LoweredBackward(kernels, divisible)
+        divisible = tuple(
+            divisible_positions(source.args, bind(source.args, one, outputs))
+            for source, one in zip(sources, launches, strict=True)
+        )
+        return LoweredBackward(kernels, divisible, tuple(table for table, _ in tables))
 
-    def _compiled(self, basis: Basis, launch: Launch, outputs: Mapping[str, torch.Tensor], wanted: Wanted) -> _Kernels:
-        problem, guard = _described(basis, launch, outputs)
+    def _compiled(self, basis: Basis, launch: Launch, problem: Problem, guard: Guard, wanted: Wanted) -> _Kernels:
         captured = basis.understood.captured
         trusted = scalars_are_trusted(launch.scalars)
         key = (id(captured), problem, guard, basis.target.name, wanted, trusted)
@@ -139,6 +158,39 @@ class Training:
                 found = self._kernels[key] = _load(kernels, captured)
         return found
 
+    def _lists(
+        self, basis: Basis, launch: Launch, buffers: Sequence[torch.Tensor], guard: Guard, plan: BackwardPlan
+    ) -> Lists:
+        """Return the block lists that a kernel reads: the block mask's, or a derived table's of the kernel's tiles.
+
+        Where the forward's tiles are of the same size, its table is found.
+        """
+        form, walked = _own_table(plan)
+        if form is None:
+            return launch.table
+        if basis.given is not None and walked is Axis.KV and basis.given.form == form:
+            self._tables.cache.outlive_capture(basis.given)
+            return basis.given.current_lists()
+        request = self._tables.request(basis.understood, launch, form, guard, basis.target, walked)
+        return self._tables.lists(request, None, Values(buffers, buffers, tuple(basis.scalars.values())))
+
+
+def _own_table(plan: BackwardPlan) -> tuple[TableForm | None, Axis]:
+    """Return the form of the derived table that a kernel walks, if it does, and which side's blocks it lists."""
+    walked = Axis.KV if plan.kernel is BackwardKernel.DQ else Axis.Q
+    if plan.schedule.walk is not Walk.DERIVED:
+        return None, walked
+    return TableForm(plan.SPARSE_Q_BLOCK_SIZE, plan.SPARSE_KV_BLOCK_SIZE, True, derived=True), walked
+
+
+def _lower_table(basis: Basis, launch: Launch, guard: Guard, plan: BackwardPlan) -> tuple[TableKernel | None, Lists]:
+    """Return the kernels that derive a backward kernel's table, if it walks one, and its lists, without memory."""
+    form, walked = _own_table(plan)
+    if form is None:
+        return None, launch.table
+    table = compile_table(basis.understood, form, guard, basis.target, walked)
+    return table, placeholder_lists(basis.understood, launch, form, walked)
+
 
 def _placeholders(launch: Launch) -> Saved:
     """Return what a forward would save, with the launch's strides and without memory."""
@@ -147,7 +199,7 @@ def _placeholders(launch: Launch) -> Saved:
     output = _like(query)[..., :1].expand(*rows, value.shape[3]).contiguous()
     logsumexp = query.new_empty(rows, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     buffers = tuple(_without_memory(buffer) for buffer in launch.buffers.values())
-    return Saved(query, key, value, output, logsumexp, buffers)
+    return Saved(query, key, value, output, logsumexp, logsumexp, buffers)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,16 +211,16 @@ def _load(kernels: BackwardKernels, owner: object) -> _Kernels:
     return _Kernels(Kernel(*kernels.delta, owner), passes)
 
 
-def _run(kernels: _Kernels, launch: Launch, outputs: dict[str, torch.Tensor]) -> None:
+def _run(kernels: _Kernels, launch: Launch, outputs: dict[str, torch.Tensor], lists_of_passes: Sequence[Lists]) -> None:
     """Launch every kernel; between measuring and summing in fixed point, set the scales."""
     for name in outputs.keys() & {f"grad_{name}" for name in INPUTS} - kernels.written:
         outputs[name].zero_()
     if kernels.passes:
         kernels.delta.run(launch, outputs)
-    for number, (kernel, plan) in enumerate(kernels.passes):
+    for number, ((kernel, plan), lists) in enumerate(zip(kernels.passes, lists_of_passes, strict=True)):
         if plan.accumulation is Accumulation.FIXED:
             _set_scales(kernels.passes[number:], launch, outputs)
-        kernel.run(launch, outputs)
+        kernel.run(replace(launch, table=lists), outputs)
 
 
 def _set_scales(
@@ -194,6 +246,7 @@ def _described(basis: Basis, launch: Launch, outputs: Mapping[str, torch.Tensor]
 def _launch(basis: Basis, saved: Saved, grad_output: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> Launch:
     batch, q_heads, q_len, _ = saved.query.shape
     tensors = {"query": saved.query, "key": saved.key, "value": saved.value, "grad_output": grad_output}
+    tail = {} if saved.tail is None else {"logsumexp_tail": saved.tail}
     table = {**table_lists(basis.table), **column_lists(basis.table)} if basis.table else {}
     return Launch(
         batch=batch,
@@ -201,7 +254,7 @@ def _launch(basis: Basis, saved: Saved, grad_output: torch.Tensor, buffers: Mapp
         kv_heads=saved.key.shape[1],
         q_len=q_len,
         kv_len=saved.key.shape[2],
-        tensors={**tensors, "output": saved.output, "logsumexp": saved.logsumexp},
+        tensors={**tensors, "output": saved.output, "logsumexp": saved.logsumexp, **tail},
         scale=basis.scale,
         table=table,
         buffers=buffers,
@@ -213,7 +266,7 @@ def _problem(basis: Basis, launch: Launch) -> Problem:
     return describe_problem(
         launch,
         constant_scale=basis.problem.scale is not None,
-        table=basis.table.form if basis.table else None,
+        table=basis.table.form if basis.table else basis.derived,
         output_logsumexp=False,
         output_max=False,
         has_offsets=False,

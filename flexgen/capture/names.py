@@ -35,7 +35,8 @@ _BOUND_IN_KERNELS = frozenset(
         "row_tile row_tile_at row_tiles score_grad score_mod shape shared_head slot sm_scale softmax start "
         "start_copy state states step store_rows swap tile tile_at tiles tiles_per_block tiles_per_head "
         "tiles_per_own_block tiles_per_q_block turn turn_count v_dim value_desc visited wait_for wanted warpgroup "
-        "weight wide_kv_head before keep_interval values checked needs_mask inverse in_full past"
+        "weight wide_kv_head before keep_interval values checked needs_mask inverse in_full past "
+        "log_sum added logsumexp_tail row_tail"
     ).split()
 )
 _PRELUDE = frozenset(

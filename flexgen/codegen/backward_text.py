@@ -36,7 +36,9 @@ class ListVisit:
 class BackwardHoles:
     """Everything a backward template prints besides the plan; a tile of scores has an own and a walked side."""
 
+    walk: str
     table: bool
+    block_is_tile: bool
     two_kinds: bool
     gaps: tuple[int, ...]
     loop_params: tuple[str, ...]
@@ -85,6 +87,7 @@ class BackwardHoles:
     bounds: tuple[str, ...]
     visits: tuple[tuple[str, ...], ...]
     lists: tuple[ListVisit, ...]
+    offsets: str
     args: tuple[Arg, ...]
     prelude: tuple[str, ...]
 
@@ -111,7 +114,8 @@ class BackwardText:
     ) -> None:
         self.plan, self.score, self.mask, self.grad, self.scatters = plan, score, mask, grad, scatters
         self.is_dq = plan.kernel is BackwardKernel.DQ
-        self.table = plan.schedule.walk is Walk.TABLE
+        self.derived = plan.schedule.walk is Walk.DERIVED
+        self.table = self.derived or plan.schedule.walk is Walk.TABLE
         exists = "" if plan.IS_DIVISIBLE else "{}_exists"
         self.rows = Side("q_idx", exists.format("row"), "q", plan.wide, {*plan.unit_stride, "grad_query"})
         self.keys = Side(
@@ -120,6 +124,7 @@ class BackwardText:
         self.own, self.walked = (self.rows, self.keys) if self.is_dq else (self.keys, self.rows)
         self.ranges = None if self.table else self._print_ranges(context)
         self.divides = not self.table or self._own_sizes()[0] % self._own_sizes()[1] == 0
+        self.block_is_tile = self.table and self._walked_sizes()[0] == self._walked_sizes()[1]
         self.two_kinds = self._needs_two_kinds()
         segments = self.ranges.names if self.ranges else ()
         self.walks = walks_of(segments, masked=mask is not None or not plan.IS_DIVISIBLE)
@@ -132,7 +137,9 @@ class BackwardText:
         args = tuple(self._args())
         prefix = "" if self.is_dq else "head_"
         return BackwardHoles(
+            walk="derived_table" if self.derived else "table" if self.table else "ranges",
             table=self.table,
+            block_is_tile=self.block_is_tile,
             two_kinds=self.two_kinds,
             gaps=tuple(range(self.gaps)),
             loop_params=tuple(self._loop_params()),
@@ -181,11 +188,16 @@ class BackwardText:
             bounds=self.ranges.lines if self.ranges else (),
             visits=tuple(self._visit(span(walk, self.gaps), walk.checked, "", prefix) for walk in self.walks),
             lists=tuple(self._lists(prefix)),
+            offsets="kv_offsets" if self.is_dq else "q_offsets",
             args=args,
             prelude=self.ranges.prelude if self.ranges else (),
         )
 
     # Facts about the text.
+
+    @property
+    def _tiles_per_block(self) -> str:
+        return "" if self.block_is_tile else ", tiles_per_block"
 
     @property
     def _blocks_overhang(self) -> bool:
@@ -294,7 +306,7 @@ class BackwardText:
         return tuple(dict.fromkeys([*args, *(arg for scatter in self.scatters for arg in scatter.args)]))
 
     def _own_names(self) -> list[str]:
-        own = ["query", "grad_output", "row_shift", "delta"] if self.is_dq else ["key", "value"]
+        own = ["query", "grad_output", *self._row_names()] if self.is_dq else ["key", "value"]
         return [*self._carried_names(), *(name for name in own if name != "value" or name in self._tensors())]
 
     def _walked_names(self) -> list[str]:
@@ -311,7 +323,13 @@ class BackwardText:
         return names
 
     def _statistics(self) -> tuple[str, ...]:
-        return ("row_shift", "delta") if self.plan.differentiates_scores else ("row_shift",)
+        """The tensors that hold one value a row."""
+        tail = ["logsumexp_tail"] * self.plan.SUBTRACT_FIRST
+        return ("row_shift", *tail, *["delta"] * self.plan.differentiates_scores)
+
+    def _row_names(self) -> list[str]:
+        """The values of the own rows that the loop of dQ takes."""
+        return ["row_shift", *["row_tail"] * self.plan.SUBTRACT_FIRST, "delta"]
 
     def _captured_names(self) -> list[str]:
         return [arg.name for arg in self._captured_args()]
@@ -320,7 +338,7 @@ class BackwardText:
         yield ", ".join(self._own_names())
         yield from grouped(self._walked_names(), 8)
         yield from grouped(self._captured_names(), 5)
-        yield from ["indices_ptr, tiles_per_block"] if self.table else []
+        yield from ["indices_ptr" + self._tiles_per_block] if self.table else []
         gaps = "".join(f", gap_{n}, width_{n}" for n in range(self.gaps))
         yield f"first, last{gaps}" + (", CHECKED: tl.constexpr" if self.two_kinds else "")
 
@@ -336,8 +354,8 @@ class BackwardText:
             return
         axis = "kv" if self.is_dq else "q"
         for full in ("", FULL) if self.plan.HAS_FULL_BLOCKS else ("",):
-            indices = f"{full}{axis}_indices"
-            table = f"{indices}_ptr + listed, tiles_per_block"
+            indices = f"{axis}_indices" if self.derived else f"{full}{axis}_indices"
+            table = f"{indices}_ptr + listed{self._tiles_per_block}"
             yield ListVisit(f"{full}{axis}_num_blocks", indices, self._visit("0, last", full == "", table, prefix))
 
     def _args(self) -> Iterable[Arg]:
@@ -369,6 +387,12 @@ class BackwardText:
 
     def _table_args(self) -> Iterable[Arg]:
         axis = "kv" if self.is_dq else "q"
+        if self.derived:
+            names = (f"{axis}_num_blocks", f"{FULL}{axis}_num_blocks", f"{axis}_offsets", f"{axis}_indices")
+            yield from (Arg(f"{name}_ptr", Role.TABLE, name, None, "*i32", True) for name in names)
+            for dim, letter in enumerate("bh"):
+                yield Arg(f"{names[0]}_stride_{letter}", Role.TABLE_STRIDE, names[0], dim, "i32", False)
+            return
         prefixes = ("", FULL) if self.plan.HAS_FULL_BLOCKS else ("",)
         lists = [f"{full}{axis}_{name}" for full in prefixes for name in ("num_blocks", "indices")]
         yield from (Arg(f"{name}_ptr", Role.TABLE, name, None, "*i32", True) for name in lists)

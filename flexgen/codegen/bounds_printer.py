@@ -68,7 +68,8 @@ class RangesPrinter:
     """
 
     def __init__(self, context: PrintContext, inputs: Mapping[str, str], axis: WalkedAxis) -> None:
-        self._printer = NodePrinter(context, inputs, lambda node: None, {*inputs.values(), *context.buffers, *context.scalars})
+        taken = {*inputs.values(), *context.buffers, *context.scalars}
+        self._printer = NodePrinter(context, inputs, lambda node: None, taken)
         self._context = context
         self._axis = axis
         self._lines: list[str] = []

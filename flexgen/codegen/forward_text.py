@@ -274,6 +274,7 @@ class ForwardText:
     def _forward_args(self) -> tuple[Arg, ...]:
         plan = self.plan
         outputs = ["output", *["logsumexp"] * plan.OUTPUT_LOGSUMEXP, *["max_scores"] * plan.OUTPUT_MAX]
+        outputs += ["logsumexp_tail"] * plan.OUTPUT_TAIL
         args = [_pointer(name, self._dtype(name)) for name in ("query", "key", "value", *outputs)]
         args += list(self._table_args()) if self.table else []
         for tensor, row in (("query", "q"), ("key", "kv"), ("value", "kv"), ("output", "q")):

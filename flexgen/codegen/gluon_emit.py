@@ -50,7 +50,7 @@ def emit_gluon(mods: Mods, origins: Origins, plan: GluonPlan) -> KernelSource:
 def _print_score(fold: ScoreFold, origins: Origins, context: PrintContext) -> PrintedMod:
     if fold.before == fold.after == 1.0:
         return print_mod(fold.graph, origins, context, torch.float32)
-    doc = f"{fold.graph.name}: the score of one (query, key) pair, but for the factors in SCORE_SCALE and WEIGHT_SCALE."
+    doc = f"{fold.graph.name}: the score of one (query, key) pair, without the factors in SCORE_SCALE, WEIGHT_SCALE."
     inputs = MOD_INPUTS["score"]
     return print_function("score_mod", doc, inputs, fold.graph.root, fold.origins(origins), context, torch.float32)
 
@@ -120,5 +120,5 @@ def _numbers(plan: GluonPlan, holes: GluonHoles) -> list[Variable]:
         comment = "log2(e) times the softmax scale"
     else:
         comment = f"log2(e) times {after:.6g}, score_mod's factor" if after != 1.0 else "log2(e)"
-    found.append(Variable("WEIGHT_SCALE", repr(scale * LOG2_E), f"{comment}: weights are computed in base 2"))
+    found.append(Variable("WEIGHT_SCALE", repr(scale * LOG2_E), f"{comment}; in base 2"))
     return [*found, row_max_floor(plan.SUBTRACT_FIRST, scale * LOG2_E)]

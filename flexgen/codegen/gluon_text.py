@@ -13,11 +13,10 @@ from flexgen.codegen.gluon_live import print_live
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.source import Arg, Role
-from flexgen.codegen.walk_text import grouped
 from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan
 from flexgen.lowering.schedule import Walk
 
-NAMES_A_LINE = 7
+LINE = 96  # columns of names in a line of parameters
 WALKS = {Walk.RANGES: "key_ranges", Walk.DERIVED: "key_lists", Walk.TABLE: "key_table"}
 
 
@@ -248,18 +247,18 @@ class GluonText:
 
     def _place_params(self) -> Iterable[str]:
         strides = [f"{tensor}_stride_{axis}" for tensor in ("query", "key", "value") for axis in "bh"]
-        yield from grouped([*self._lengths(), *strides], NAMES_A_LINE)
-        yield from grouped(_names(self._range_args()), NAMES_A_LINE)
+        yield from lines_of([*self._lengths(), *strides])
+        yield from lines_of(_names(self._range_args()))
 
     def _attend_params(self) -> Iterable[str]:
-        yield from grouped([*self._outputs(), *self._lengths()], NAMES_A_LINE)
+        yield from lines_of([*self._outputs(), *self._lengths()])
         scale = ["sm_scale"] if self.plan.SM_SCALE is None else []
         captured = dict.fromkeys((*self._range_args(), *(self.live.args if self.live else ()), *self._mod_args()))
-        yield from grouped([*scale, *_names(captured)], NAMES_A_LINE)
+        yield from lines_of([*scale, *_names(captured)])
 
     def _store_params(self) -> Iterable[str]:
         yield "acc, row_max, row_sum, b, h, row_start"
-        yield from grouped([*self._outputs(), "Q_LEN", "Q_HEADS"], NAMES_A_LINE)
+        yield from lines_of([*self._outputs(), "Q_LEN", "Q_HEADS"])
 
     def _lengths(self) -> list[str]:
         return ["Q_LEN", "KV_LEN", "Q_HEADS", *["batch_heads"] * self.plan.LONG_ROWS_FIRST]
@@ -269,7 +268,8 @@ class GluonText:
 
     def _output_names(self) -> list[str]:
         plan = self.plan
-        return ["output", *["logsumexp"] * plan.OUTPUT_LOGSUMEXP, *["max_scores"] * plan.OUTPUT_MAX]
+        aux = {"logsumexp": plan.OUTPUT_LOGSUMEXP, "max_scores": plan.OUTPUT_MAX, "logsumexp_tail": plan.OUTPUT_TAIL}
+        return ["output", *(name for name, wanted in aux.items() if wanted)]
 
     def _args(self) -> tuple[Arg, ...]:
         plan = self.plan
@@ -299,6 +299,17 @@ class GluonText:
 
 
 _INDICES = {"b": "b", "h": "h", "q_idx": "q_idx[:, None]", "kv_idx": "kv_idx[None, :]"}
+
+
+def lines_of(names: Iterable[str]) -> list[str]:
+    """Return names joined into lines that are filled."""
+    lines: list[str] = []
+    for name in names:
+        if lines and len(lines[-1]) + len(name) + 2 <= LINE:
+            lines[-1] += f", {name}"
+        else:
+            lines.append(name)
+    return lines
 
 
 def derived_args() -> tuple[Arg, ...]:

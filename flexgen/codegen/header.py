@@ -23,6 +23,7 @@ FLAGS = (
     "LONG_ROWS_FIRST",
     "OUTPUT_LOGSUMEXP",
     "OUTPUT_MAX",
+    "OUTPUT_TAIL",
 )
 _WIDTH = 110
 

@@ -144,6 +144,8 @@ class NodePrinter:
                 return Expression(self.input_names[str(node.attr)])
             case "const":
                 assert node.attr is not None
+                if _is_subnormal(node):
+                    return literal(0.0)  # GPUs flush such numbers, and Triton would type the literal as float64
                 return literal(node.attr if not isinstance(node.attr, str) else float(node.attr))
             case "scalar":
                 return self._scalar(node)
@@ -287,6 +289,11 @@ def _counts_from_the_end(buffer: Buffer, dim: int, index: Node) -> bool:
         return False
     less = index.args[1].attr if index.op == "sub" else -index.args[1].attr
     return less > 0 and split_size_name(index.args[0].attr) == (buffer.name, dim)
+
+
+def _is_subnormal(node: Node) -> bool:
+    is_single = node.dtype.is_floating_point and node.dtype != torch.float64
+    return is_single and isinstance(node.attr, float) and 0.0 < abs(node.attr) < torch.finfo(torch.float32).tiny
 
 
 def _number_kind(dtype: torch.dtype) -> str:

@@ -58,13 +58,19 @@ def forward_schedule(facts: MaskFacts, *, table: TableForm | None, trusted: bool
 
 
 def backward_schedule(facts: MaskFacts, walks_keys: bool, table: TableForm | None, *, trusted: bool) -> Schedule:
-    """Return the walk of a backward kernel: of a tile of queries over keys, or of a tile of keys over queries."""
+    """Return the walk of a backward kernel: of a tile of queries over keys, or of a tile of keys over queries.
+
+    Args:
+        table: of the forward; where that is derived, each kernel walks one of its own.
+    """
+    way = facts.kv if walks_keys else facts.q
+    if table is not None and table.derived:
+        return Schedule(Walk.DERIVED, (), True, f"blocks as its tiles, listed on the device: {way.because}")
     if table is not None:
         return Schedule(Walk.TABLE, (), True, "the block mask's lists say which blocks are visited")
     if not trusted:
         everything = _every_key() if walks_keys else _every_query()
         return Schedule(Walk.RANGES, (everything,), True, "a captured number is too large for the mask's bounds")
-    way = facts.kv if walks_keys else facts.q
     return Schedule(Walk.RANGES, way.segments, way.sorted, f"{way.tier.value}: {way.because}")
 
 

@@ -212,8 +212,12 @@ def _locate(error: BaseException, module: ModuleType) -> tuple[SourceSpan | None
             reason = str(cause)
         cause = cause.__cause__
     if innermost is None:
-        return None, reason.splitlines()[0]
-    return _span(innermost, module), reason.splitlines()[0]
+        return None, _first_line(reason)
+    return _span(innermost, module), _first_line(reason)
+
+
+def _first_line(reason: str) -> str:
+    return next(iter(reason.splitlines()), "no reason was given")
 
 
 def _span(error: CompilationError, module: ModuleType) -> SourceSpan | None:

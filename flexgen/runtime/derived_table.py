@@ -118,6 +118,7 @@ class DerivedTable:
     """Which blocks each block of queries visits, as one compact list; pass it as `block_table=`.
 
     It holds for the Attention that made it, for calls of its extents, and while what the mask captured is unchanged.
+    Of the same form is a table for the backward that lists, as `q_...`, blocks of queries for each block of keys.
 
     Attributes:
         form, sizes: the sides of a block, and the extents.

@@ -65,6 +65,13 @@ def check_tensors(query: Any, key: Any, value: Any, layout: Layout) -> None:
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise ProblemTypeError(f"{name} is {type(tensor).__name__}, not a tensor", fix="pass torch tensors")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise ProblemTypeError(
+                f"{name} is a {kind} tensor",
+                why="kernels read tensors by address and strides",
+                fix="pass a dense tensor, for example with .to_dense() or torch.nested.to_padded_tensor",
+            )
         if tensor.dim() != 4:
             order = "[B, H, L, D]" if layout == "bhsd" else "[B, L, H, D]"
             raise UnsupportedProblemError(
@@ -131,18 +138,27 @@ def softmax_scale(scale: Any, head_dim: int) -> float:
     """Return the scale as a float; 1/sqrt(head_dim) by default.
 
     Raises:
-        UnsupportedProblemError: not a finite number.
+        UnsupportedProblemError: not a finite number, or one that float32 cannot hold.
     """
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real | int | float):
         raise ProblemTypeError(
             f"scale={scale!r} is {type(scale).__name__}, not a number",
             fix="pass a float; a learned scale belongs into score_mod, where it gets a gradient",
         )
-    if not math.isfinite(scale):
-        raise UnsupportedProblemError(f"scale={scale!r} is not finite", fix="pass a finite scale")
-    return float(scale)
+    limits = torch.finfo(torch.float32)
+    try:
+        number = float(scale)
+    except OverflowError:
+        number = math.inf
+    if not -limits.max <= number <= limits.max:
+        raise UnsupportedProblemError(
+            f"scale={scale!r} is not a finite float32 number",
+            why="scores are computed in float32",
+            fix="pass a finite scale, such as 0.125",
+        )
+    return number if abs(number) >= limits.tiny else 0.0
 
 
 def to_bhsd(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

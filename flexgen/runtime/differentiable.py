@@ -23,6 +23,7 @@ class Saved:
     value: torch.Tensor
     output: torch.Tensor
     logsumexp: torch.Tensor
+    tail: torch.Tensor | None  # what rounding took from the logsumexp, where scores may be extreme
     buffers: tuple[torch.Tensor, ...]
 
 
@@ -45,13 +46,13 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, step: Step, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = step.forward()
         ctx.compute = step.backward  # alone: the forward holds the inputs, which saved-tensor hooks may want to free
-        ctx.save_for_backward(*inputs, outputs["output"], outputs["logsumexp"])
+        ctx.save_for_backward(*inputs, outputs["output"], outputs["logsumexp"], outputs.get("logsumexp_tail"))
         ctx.set_materialize_grads(False)
         return tuple(outputs[name] for name in ("output", "logsumexp", "max_scores") if name in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        *inputs, output, logsumexp = ctx.saved_tensors
+        *inputs, output, logsumexp, tail = ctx.saved_tensors
         if len(grads) > 2 and grads[2] is not None:
             raise UnsupportedProblemError(
                 "the loss depends on max_scores, which flexgen does not differentiate",
@@ -63,7 +64,7 @@ class _Attend(torch.autograd.Function):
         wanted = frozenset(name for name, needs in zip(names, needed, strict=True) if needs)
         grad_output = grads[0] if grads[0] is not None else torch.zeros_like(output)
         query, key, value, *buffers = inputs
-        saved = Saved(query, key, value, output, logsumexp, tuple(buffers))
+        saved = Saved(query, key, value, output, logsumexp, tail, tuple(buffers))
         with torch.no_grad():
             found = ctx.compute(saved, grad_output, grads[1], wanted)
         if torch.is_grad_enabled():  # create_graph=True: what the gradients depend on must not be forgotten
@@ -105,7 +106,7 @@ def grad_is_needed(
         return False
     if query.requires_grad or key.requires_grad or value.requires_grad:
         return True
-    return bool(buffers) and any([buffer.requires_grad for buffer in buffers])
+    return bool(buffers) and any([buffer.requires_grad for buffer in buffers])  # noqa: C419 (faster)
 
 
 def attend(step: Step, inputs: Sequence[torch.Tensor]) -> Outputs:

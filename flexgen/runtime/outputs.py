@@ -18,6 +18,7 @@ class OutputForm:
         heads_inside: memory is [B, Lq, Hq, Dv], following the query; the output is a view of it.
         aux_dtype: float32, or float64 for float64 inputs.
         logsumexp, max_scores: which auxiliary outputs, [B, Hq, Lq], are wanted.
+        tail: what rounding takes from the logsumexp is wanted too, as "logsumexp_tail"; 0 where a kernel has none.
     """
 
     shape: tuple[int, int, int, int]
@@ -25,6 +26,7 @@ class OutputForm:
     aux_dtype: torch.dtype
     logsumexp: bool
     max_scores: bool
+    tail: bool = False
 
     @property
     def row_span(self) -> int:
@@ -41,12 +43,14 @@ class OutputForm:
             outputs = {"output": query.new_empty(self.shape)}
         if self.logsumexp:
             outputs["logsumexp"] = query.new_empty((b, h, s), dtype=self.aux_dtype)
+        if self.tail:
+            outputs["logsumexp_tail"] = query.new_zeros((b, h, s), dtype=self.aux_dtype)
         if self.max_scores:
             outputs["max_scores"] = query.new_empty((b, h, s), dtype=self.aux_dtype)
         return outputs
 
 
-def output_form(launch: Launch, layout: str, *, logsumexp: bool, max_scores: bool) -> OutputForm:
+def output_form(launch: Launch, layout: str, *, logsumexp: bool, max_scores: bool, tail: bool = False) -> OutputForm:
     """Return the form of a launch's outputs; the output keeps the query's order of heads and rows in memory."""
     query, value = launch.tensors["query"], launch.tensors["value"]
     heads, rows = query.stride(1), query.stride(2)
@@ -57,4 +61,5 @@ def output_form(launch: Launch, layout: str, *, logsumexp: bool, max_scores: boo
         aux_dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
         logsumexp=logsumexp,
         max_scores=max_scores,
+        tail=tail,
     )

@@ -16,7 +16,7 @@ from flexgen.runtime.derived_table import DerivedTable, MaskValues, TableSizes, 
 from flexgen.runtime.describe import Launch
 from flexgen.runtime.table_kernels import TableKernels
 
-MAX_TABLES = 4  # kept; the least recently used go first
+MAX_TABLES = 12  # kept; the least recently used go first. A mask that trains has up to three
 MAX_BLOCKS = (48 << 20) // 4  # listed by one implicit table, 4 bytes each; rows beyond that visit every block
 
 

@@ -10,7 +10,7 @@ import torch
 from flexgen.runtime.differentiable import double_backward
 from flexgen.torch_library.run import Arguments, fake_backward, fake_forward, run_backward, run_forward
 
-Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _SHARED = (
     "Tensor query, Tensor key, Tensor value, Tensor[] buffers, Tensor?[] block_lists, SymInt[] block_sizes, "
@@ -22,17 +22,17 @@ _BUFFERS = 3  # where the buffers stand among the arguments
 _operator = torch.library.custom_op
 
 
-@_operator("flexgen::attention", mutates_args=(), schema=f"({_SHARED}) -> (Tensor, Tensor, Tensor)")
+@_operator("flexgen::attention", mutates_args=(), schema=f"({_SHARED}) -> (Tensor, Tensor, Tensor, Tensor)")
 def attention(*arguments: Any) -> Outputs:
-    """Return output, logsumexp and max_scores; see `Arguments`."""
+    """Return output, logsumexp, max_scores, and the logsumexp's tail; see `Arguments`."""
     return run_forward(Arguments(*arguments))
 
 
 @_operator(
     "flexgen::attention_backward",
     mutates_args=(),
-    schema=f"({_SHARED}, Tensor output, Tensor logsumexp, Tensor grad_output, Tensor? grad_logsumexp, bool[] wanted) "
-    "-> Tensor[]",
+    schema=f"({_SHARED}, Tensor output, Tensor logsumexp, Tensor tail, Tensor grad_output, Tensor? grad_logsumexp, "
+    "bool[] wanted) -> Tensor[]",
 )
 def attention_backward(*arguments: Any) -> list[torch.Tensor]:
     """Return the wanted ones of the gradients of query, key, value and the buffers; see `run_backward`."""
@@ -52,27 +52,27 @@ def _(*arguments: Any) -> list[torch.Tensor]:
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     query, key, value, buffers, lists, *plain = inputs
     present = [tensor for tensor in lists if tensor is not None]
-    ctx.save_for_backward(query, key, value, output[0], output[1], *buffers, *present)
+    ctx.save_for_backward(query, key, value, output[0], output[1], output[3], *buffers, *present)
     ctx.counts = (len(buffers), [tensor is not None for tensor in lists])
     ctx.plain = plain
-    ctx.mark_non_differentiable(output[2])
+    ctx.mark_non_differentiable(output[2], output[3])
     ctx.set_materialize_grads(False)
 
 
-def _saved_arguments(ctx: Any) -> tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]:
-    query, key, value, output, logsumexp, *rest = ctx.saved_tensors
+def _saved_arguments(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    query, key, value, output, logsumexp, tail, *rest = ctx.saved_tensors
     buffer_count, has_list = ctx.counts
     buffers, lists = rest[:buffer_count], iter(rest[buffer_count:])
     block_lists = [next(lists) if has else None for has in has_list]
-    return (query, key, value, buffers, block_lists, *ctx.plain), output, logsumexp
+    return (query, key, value, buffers, block_lists, *ctx.plain), (output, logsumexp, tail)
 
 
 def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-    arguments, output, logsumexp = _saved_arguments(ctx)
+    arguments, made = _saved_arguments(ctx)
     needed = ctx.needs_input_grad
     wanted = [*needed[:_BUFFERS], *_flat(needed[_BUFFERS], len(arguments[_BUFFERS]))]
-    grad_output = torch.zeros_like(output) if grads[0] is None else grads[0]
-    found = iter(attention_backward(*arguments, output, logsumexp, grad_output, grads[1], wanted))
+    grad_output = torch.zeros_like(made[0]) if grads[0] is None else grads[0]
+    found = iter(attention_backward(*arguments, *made, grad_output, grads[1], wanted))
     results = [next(found) if is_wanted else None for is_wanted in wanted]
     others = [_no_gradient(argument) for argument in arguments[_BUFFERS + 1 :]]
     return (*results[:_BUFFERS], results[_BUFFERS:], *others)
@@ -115,10 +115,10 @@ def _entry(argument: Any, dim: Any, at: int) -> Any:
 
 
 @attention.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Outputs, tuple[int, int, int]]:
+def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Outputs, tuple[int, int, int, int]]:
     results = _each(attention, info, in_dims, arguments)
-    output, logsumexp, max_scores = (torch.stack(parts) for parts in zip(*results, strict=True))
-    return (output, logsumexp, max_scores), (0, 0, 0)
+    output, logsumexp, max_scores, tail = (torch.stack(parts) for parts in zip(*results, strict=True))
+    return (output, logsumexp, max_scores, tail), (0, 0, 0, 0)
 
 
 @attention_backward.register_vmap

@@ -11,6 +11,8 @@ import torch
 from flexgen.attention import Attention
 from flexgen.aux_outputs import AuxRequest
 from flexgen.capture.live import Reading
+from flexgen.ir.simplify import simplify
+from flexgen.lowering.triton.choose import scores_may_be_extreme
 from flexgen.options import Layout
 from flexgen.runtime.describe import check_tensors, to_bhsd
 from flexgen.runtime.differentiable import Saved
@@ -66,8 +68,8 @@ def _reading(call: Arguments) -> Reading:
     return Reading(captured, tuple(call.buffers), scalars)
 
 
-def run_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return output, logsumexp, and max_scores, of no elements unless asked for."""
+def run_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return output, logsumexp, max_scores, and the logsumexp's tail; the last two have no elements unless needed."""
     outputs = _attention(call.spec, call.options).run(
         _reading(call),
         (call.query, call.key, call.value),
@@ -76,10 +78,11 @@ def run_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         block_mask_of(call.block_lists, call.block_sizes),
     )
     absent = call.query.new_empty(0, dtype=call.aux_dtype)
-    return outputs["output"], outputs["logsumexp"], outputs.get("max_scores", absent)
+    tail = outputs.get("logsumexp_tail", absent.clone())
+    return outputs["output"], outputs["logsumexp"], outputs.get("max_scores", absent), tail
 
 
-def fake_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fake_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what `run_forward` would, without data: the same shapes, dtypes and strides."""
     check_tensors(call.query, call.key, call.value, call.layout)
     query, value = to_bhsd(call.query, call.layout), to_bhsd(call.value, call.layout)
@@ -92,13 +95,20 @@ def fake_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     else:
         output = query.new_empty((b, h, s, d))
     aux = query.new_empty((b, h, s), dtype=call.aux_dtype)
-    return output, aux, aux.new_empty((b, h, s) if call.max_scores else (0,))
+    tail = aux.new_empty((b, h, s) if _has_tail(call) else (0,))
+    return output, aux, aux.new_empty((b, h, s) if call.max_scores else (0,)), tail
+
+
+def _has_tail(call: Arguments) -> bool:
+    captured = captured_of(call.spec, call.aux_dtype, list(call.buffers))
+    return scores_may_be_extreme(simplify(captured.mods, captured.origins).mods.score, call.query.dtype) is not None
 
 
 def run_backward(
     call: Arguments,
     output: torch.Tensor,
     logsumexp: torch.Tensor,
+    tail: torch.Tensor,
     grad_output: torch.Tensor,
     grad_logsumexp: torch.Tensor | None,
     wanted: Sequence[bool],
@@ -106,7 +116,7 @@ def run_backward(
     """Return the wanted ones of the gradients of query, key, value and the buffers, each contiguous.
 
     Args:
-        output, logsumexp: what the forward returned.
+        output, logsumexp, tail: what the forward returned.
         grad_output, grad_logsumexp: the gradients in them.
         wanted: one for each of query, key, value and the buffers.
     """
@@ -121,7 +131,7 @@ def run_backward(
         (call.query, call.key, call.value),
         call.scale,
         block_mask_of(call.block_lists, call.block_sizes),
-        Saved(query, key, value, to_bhsd(output, layout), logsumexp, tuple(call.buffers)),
+        Saved(query, key, value, to_bhsd(output, layout), logsumexp, tail, tuple(call.buffers)),
         to_bhsd(grad_output, layout),
         grad_logsumexp,
         frozenset(wanted_names),

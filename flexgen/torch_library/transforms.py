@@ -11,7 +11,7 @@ from flexgen.errors import UnsupportedProblemError
 from flexgen.runtime.differentiable import double_backward
 
 _INPUTS = 3  # query, key and value come first
-_MADE = 4  # output, logsumexp, and the gradients in them come last in the backward
+_MADE = 5  # output, logsumexp, its tail, and the gradients in the first two come last in the backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +61,22 @@ class _Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(plain: Plain, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        output, logsumexp, max_scores = torch.ops.flexgen.attention(*plain.arguments(tensors))
-        return output, logsumexp, max_scores
+    def forward(plain: Plain, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ops.flexgen.attention(*plain.arguments(tensors)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         plain, *tensors = inputs
         ctx.plain = plain
-        ctx.save_for_backward(*tensors, output[0], output[1])
-        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(*tensors, output[0], output[1], output[3])
+        ctx.mark_non_differentiable(output[2], output[3])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *tensors, output, logsumexp = ctx.saved_tensors
+        *tensors, output, logsumexp, tail = ctx.saved_tensors
         count = _INPUTS + ctx.plain.buffer_count
         wanted = list(ctx.needs_input_grad[1 : count + 1])
-        found = iter(_Gradients.apply(ctx.plain, wanted, *tensors, output, logsumexp, *grads[:2]))  # type: ignore[no-untyped-call]
+        found = iter(_Gradients.apply(ctx.plain, wanted, *tensors, output, logsumexp, tail, *grads[:2]))  # type: ignore[no-untyped-call]
         results = [next(found) if is_wanted else None for is_wanted in wanted]
         return (None, *results, *[None] * (len(tensors) - count))
 
@@ -94,12 +93,12 @@ def _forward_mode() -> UnsupportedProblemError:
     )
 
 
-def call_transformed(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def call_transformed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Call the operator so that torch.func.grad, vjp, jacrev and vmap work; jvp is refused by name."""
     query, key, value, buffers, lists, *rest = arguments
     plain = Plain(len(buffers), tuple([tensor is not None for tensor in lists]), tuple(rest))
     present = [tensor for tensor in lists if tensor is not None]
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
+    outputs: tuple[torch.Tensor, ...] = _Attention.apply(  # type: ignore[no-untyped-call]
         plain, query, key, value, *buffers, *present
     )
     return outputs

@@ -150,7 +150,8 @@ def big_key(rows, row_stride, dtype=torch.bfloat16):
 
 def source_for(key, mask_mod=None):
     query = torch.empty(1, 1, 128, 128, dtype=key.dtype, device="meta")
-    return flexgen.compile(mask_mod=mask_mod).lower(query, key, key, target="sm_90").source["forward"]
+    attention = flexgen.compile(mask_mod=mask_mod, options={"BACKEND": "TRITON"})
+    return attention.lower(query, key, key, target="sm_90").source["forward"]
 
 
 def test_offsets_are_64_bit_exactly_where_a_tensor_needs_them():

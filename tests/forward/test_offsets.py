@@ -44,7 +44,7 @@ def run_shard(score_mod, mask_mod, tensors, q_offset: int, kv_offset: int) -> tu
         q_offset=q_offset,
         kv_offset=kv_offset,
     )
-    outputs = output_form(launch, "bhsd", logsumexp=True, max_scores=False)
+    outputs = output_form(launch, "bhsd", logsumexp=True, max_scores=False, tail=True)
     problem = describe_problem(
         launch, constant_scale=True, table=None, output_logsumexp=True, output_max=False, has_offsets=True
     )

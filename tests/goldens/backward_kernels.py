@@ -62,6 +62,15 @@ def learned_relative_positions() -> Mods:
     return relative, None
 
 
+def documents() -> Mods:
+    document_id = torch.zeros(1024, dtype=torch.int32)
+
+    def document_mask(b, h, q_idx, kv_idx):
+        return (document_id[q_idx] == document_id[kv_idx]) & (q_idx >= kv_idx)
+
+    return None, document_mask
+
+
 def values_alone() -> Mods:
     return None, causal_mask
 
@@ -71,4 +80,5 @@ CASES = (
     BackwardCase(softcap_and_learned_bias, Sizes(Hq=4, Hkv=2)),
     BackwardCase(learned_relative_positions, Sizes(Lq=1000, Lk=1000)),
     BackwardCase(values_alone, wanted=("value",)),
+    BackwardCase(documents, Sizes(Hq=4, Hkv=2, Lq=1000, Lk=1000)),
 )

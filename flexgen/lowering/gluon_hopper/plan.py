@@ -80,6 +80,7 @@ class GluonPlan:
     ROWS_GUARANTEED_SAFE: bool
     OUTPUT_LOGSUMEXP: bool
     OUTPUT_MAX: bool
+    OUTPUT_TAIL: bool
     FLOAT32_PRECISION: str
     FAST_TANH: bool
     FOLD_SCALE: bool

@@ -307,13 +307,17 @@ def fold(question: Question, prescale: bool) -> tuple[bool, str]:
 
 
 def extreme_reason(question: Question) -> str | None:
+    """Say why a question's scores may be extreme; see `scores_may_be_extreme`."""
+    return scores_may_be_extreme(question.mods.score, question.problem.query_dtype)
+
+
+def scores_may_be_extreme(score: Graph | None, query_dtype: torch.dtype) -> str | None:
     """Say why scores may be so large in magnitude that multiplying before subtracting loses them.
 
     A fused multiply-add computes score * log2(e) exactly, but the row maximum's product is rounded: past about
     EXTREME the difference is off by more than an exponential holds. Near the float32 minimum the product overflows.
     """
-    score = question.mods.score
-    if question.problem.query_dtype in (torch.float32, torch.float64):
+    if query_dtype in (torch.float32, torch.float64):
         return "full-precision inputs: differences stay exact in scores of any magnitude"
     for node in score.nodes() if score else ():
         if node.op == "const" and isinstance(node.attr, float) and EXTREME <= abs(node.attr) < float("inf"):
@@ -450,6 +454,8 @@ def _fast_tanh(question: Question) -> tuple[bool, str]:
 
 def decide_outputs(question: Question, answers: Answers) -> None:
     problem = question.problem
+    tail = problem.output_logsumexp and answers["SUBTRACT_FIRST"]
+    answers.add("OUTPUT_TAIL", tail, "the backward needs exact differences from it" if tail else "no backward needs it")
     for name, value in (("OUTPUT_LOGSUMEXP", problem.output_logsumexp), ("OUTPUT_MAX", problem.output_max)):
         answers.add(name, value, "the call returns it" if value else "the call does not return it")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.rounding import round_up_to_power_of_two
+from flexgen.lowering.schedule import Walk
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton import choose
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, BackwardTask, DeltaPlan
@@ -14,7 +15,7 @@ from flexgen.lowering.triton.backward_tiles import TILE_OPTIONS, BackwardPhysics
 from flexgen.lowering.triton.choose import Answers, Question
 from flexgen.lowering.triton.tiles import Tile, TileShape, captured_loads
 from flexgen.options import KernelOptions
-from flexgen.problem import Guard, Problem
+from flexgen.problem import Guard, Problem, TableForm
 
 
 def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
@@ -32,9 +33,12 @@ def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
     choose.decide_backend(question, answers)
     _task(task, answers)
     choose.decide_head_dims(question, answers)
-    choose.decide_table(question, answers)
     answers.add("index_map", IndexMap(), "gradients of the heads of a group are summed by the program, not packed")
-    _tile(question, answers, task)
+    if question.schedule.walk is Walk.DERIVED:
+        question = _tile_with_its_table(question, answers, task)
+    else:
+        _tile(question, answers, task)
+    choose.decide_table(question, answers)
     choose.decide_divisible(question, answers)
     _scale(question, answers)
     choose.decide_arithmetic(question, answers)
@@ -82,6 +86,17 @@ def _tile(question: Question, answers: Answers, task: BackwardTask) -> None:
     first, origin = preferred(problem.query_dtype, max(qk, v), question.target, task.kernel)
     first = _fit_lengths(first, question)
     choose.settle_tile(question, answers, first, origin, shape, BackwardPhysics(task.kernel, task.kept_tiles))
+
+
+def _tile_with_its_table(question: Question, answers: Answers, task: BackwardTask) -> Question:
+    """Decide the tile, and with it the table: a block is a tile, so that no finer list would help.
+
+    The forward's table would do where its blocks are whole tiles, but its larger blocks are visited in full where only
+    a part of them is live. Where they are of one size, as measured to be the best on Hopper, it is the same table.
+    """
+    _tile(dataclasses.replace(question, problem=dataclasses.replace(question.problem, table=None)), answers, task)
+    form = TableForm(answers["BLOCK_M"], answers["BLOCK_N"], True, derived=True)
+    return dataclasses.replace(question, problem=dataclasses.replace(question.problem, table=form))
 
 
 def _fit_lengths(tile: Tile, question: Question) -> Tile:

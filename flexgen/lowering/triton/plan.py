@@ -31,6 +31,7 @@ class ForwardPlan:
         USE_TMA: key and value tiles come through the bulk copy engine.
         USE_SUBTILING: the accumulator is rescaled in two halves of its columns.
         OUTPUT_LOGSUMEXP, OUTPUT_MAX: auxiliary outputs.
+        OUTPUT_TAIL: what rounding takes from the logsumexp is written too, for the backward.
         FLOAT32_PRECISION: input precision of float32 matrix products.
         FAST_TANH: tanh in score_mod by the hardware approximation.
         LONG_ROWS_FIRST: programs of the last queries start first.
@@ -67,6 +68,7 @@ class ForwardPlan:
     USE_SUBTILING: bool
     OUTPUT_LOGSUMEXP: bool
     OUTPUT_MAX: bool
+    OUTPUT_TAIL: bool
     FLOAT32_PRECISION: str
     FAST_TANH: bool
     LONG_ROWS_FIRST: bool

@@ -39,10 +39,10 @@ V_HEAD_DIM_ROUNDED = gl.constexpr(128)
 SPARSE_Q_BLOCK_SIZE = gl.constexpr(128)
 SPARSE_KV_BLOCK_SIZE = gl.constexpr(128)
 MAX_SCALE = gl.constexpr(0.08838834764831843)  # of a row maximum, to be a score
-WEIGHT_SCALE = gl.constexpr(0.12751743082459868)  # log2(e) times the softmax scale: weights are computed in base 2
+WEIGHT_SCALE = gl.constexpr(0.12751743082459868)  # log2(e) times the softmax scale; in base 2
 ROW_MAX_FLOOR = gl.constexpr(-1e+38)  # below any score; finite when scaled
 
-# Registers of a warpgroup's four warps hold 16 rows each: scores, the accumulator, and weights as a matrix operand.
+# Each warp of a warpgroup holds 16 rows in registers: scores, the accumulator, and weights as an operand.
 SCORES = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
 )
@@ -62,7 +62,7 @@ def mask_mod(b, h, q_idx, kv_idx):
 
 @gluon.jit
 def locate(row_tile, Q_LEN, Q_HEADS):
-    """Return batch, head and first query of a tile of query rows."""
+    """Return batch, head and first query of a row tile."""
     tiles_per_head = gl.cdiv(Q_LEN, BLOCK_M)
     q_tile = row_tile % tiles_per_head
     batch_head = row_tile // tiles_per_head
@@ -89,10 +89,12 @@ def key_tiles(
     )
     full = (
         full_kv_indices_ptr
-        + batch * full_kv_indices_stride_b + h * full_kv_indices_stride_h + q_block * full_kv_indices_stride_q
+        + batch * full_kv_indices_stride_b
+        + h * full_kv_indices_stride_h
+        + q_block * full_kv_indices_stride_q
     )
     num_blocks = num_partial + gl.load(full_kv_num_blocks_ptr + row_of_blocks)
-    # One block is visited at least, so that the pipeline always fills: without any listed it lies past the last key.
+    # One block is visited at least, so that the pipeline always fills: where none is listed, one past the keys.
     past = gl.cdiv(KV_LEN, SPARSE_KV_BLOCK_SIZE)
     count = gl.maximum(num_blocks, 1)
     return partial, count, num_partial, num_blocks, past, full
@@ -100,7 +102,7 @@ def key_tiles(
 
 @gluon.jit
 def tile_at(step, tiles):
-    """Return the number of the key tile that is visited at a step; past the end of the lists, one past the last key."""
+    """Return the number of the key tile that is visited at a step; after the lists, one past the keys."""
     partial, count, num_partial, num_blocks, past, full = tiles
     listed = step
     block = gl.load(partial + listed, mask=listed < num_partial, other=0)
@@ -131,7 +133,7 @@ def finish_scores(score, tile, checked, q_idx, b, h, KV_LEN):
 
 @gluon.jit
 def softmax(score, row_max, row_sum):
-    """One step of the online softmax: weights, the factor of what was summed before, and the new row statistics."""
+    """One step of the online softmax: weights, the factor of what was summed before, and the row statistics."""
     # row_max starts at a finite floor, so a row with no live key yet gives weights of 0, never NaN.
     new_max = gl.maximum(row_max, gl.max(score, 1))
     alpha = gl.exp2((row_max - new_max) * WEIGHT_SCALE)
@@ -169,8 +171,8 @@ def as_operand(weight):
 @gluon.jit
 def store_rows(
     acc, row_max, row_sum, b, h, row_start,
-    output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN,
-    Q_HEADS,
+    output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q,
+    Q_LEN, Q_HEADS,
 ):
     """Divide by the row sums and write a warpgroup's rows and their statistics."""
     batch = b.to(gl.int64)
@@ -210,11 +212,13 @@ def load_tile(
     row_tile, slot, phase, descriptors, barriers, buffers,
     Q_LEN, KV_LEN, Q_HEADS, query_stride_b, query_stride_h, key_stride_b, key_stride_h,
     value_stride_b, value_stride_h,
-    kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q,
-    kv_indices_stride_b, kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b, full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
+    kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr,
+    kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q, kv_indices_stride_b,
+    kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b,
+    full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
     full_kv_indices_stride_h, full_kv_indices_stride_q,
 ):
-    """Copy a row tile's queries, and the key and value tiles that it visits, into the ring; return where the ring is."""
+    """Copy a row tile's queries, and into the ring the key and value tiles it visits; return where the ring is."""
     query_desc, key_desc, value_desc = descriptors
     query_full, key_full, key_empty, value_full, value_empty = barriers
     queries, keys, values = buffers
@@ -235,12 +239,13 @@ def load_tile(
     for warpgroup in gl.static_range(CONSUMERS):
         mbarrier.expect(query_full.index(warpgroup), query_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
-            query_desc, [query_b, query_h, q_start + warpgroup * ROWS, 0], query_full.index(warpgroup), queries.index(warpgroup)
+            query_desc, [query_b, query_h, q_start + warpgroup * ROWS, 0], query_full.index(warpgroup),
+            queries.index(warpgroup),
         )
 
     for step in range(0, tiles[1]):
         kv_start = tile_at(step, tiles) * BLOCK_N
-        # A slot is free once all consumers have arrived since it was last filled: the parity before this one's.
+        # A slot is free once all consumers have arrived since it was last filled: the parity before this one.
         mbarrier.wait(key_empty.index(slot), phase ^ 1)
         mbarrier.expect(key_full.index(slot), key_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
@@ -258,10 +263,12 @@ def load_tile(
 @gluon.jit
 def attend_tile(
     row_tile, slot, phase, barriers, buffers,
-    output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN,
-    KV_LEN, Q_HEADS,
-    kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q,
-    kv_indices_stride_b, kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b, full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
+    output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q,
+    Q_LEN, KV_LEN, Q_HEADS,
+    kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr,
+    kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q, kv_indices_stride_b,
+    kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b,
+    full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
     full_kv_indices_stride_h, full_kv_indices_stride_q,
     WARPGROUP: gl.constexpr,
 ):
@@ -297,9 +304,9 @@ def attend_tile(
     value_slot, value_phase = slot, phase
     slot, phase = next_slot(slot, phase)
 
-    # Each step starts the products with this key tile and those with the value tile before it, and computes this
-    # tile's weights while the latter run. Nothing is in flight at the end of a step: a register operand that were
-    # would make the assembler serialise every matrix instruction.
+    # Each step starts the products with this key tile and with the value tile before it, and computes this tile's
+    # weights while the latter run. Nothing is in flight at the end of a step: were a register operand, the
+    # assembler would serialise every matrix instruction.
     for step in range(1, tiles[1]):
         mbarrier.wait(key_full.index(slot), phase)
         score = multiply(query, keys.index(slot))
@@ -334,8 +341,10 @@ def produce(
     descriptors, barriers, buffers,
     Q_LEN, KV_LEN, Q_HEADS, query_stride_b, query_stride_h, key_stride_b, key_stride_h,
     value_stride_b, value_stride_h,
-    kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q,
-    kv_indices_stride_b, kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b, full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
+    kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr,
+    kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q, kv_indices_stride_b,
+    kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b,
+    full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
     full_kv_indices_stride_h, full_kv_indices_stride_q,
 ):
     """The producer warp: keeps the ring filled for the consumers."""
@@ -355,10 +364,12 @@ def produce(
 @gluon.jit
 def consume(
     barriers, buffers,
-    output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN,
-    KV_LEN, Q_HEADS,
-    kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q,
-    kv_indices_stride_b, kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b, full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
+    output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q,
+    Q_LEN, KV_LEN, Q_HEADS,
+    kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr,
+    kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q, kv_indices_stride_b,
+    kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b,
+    full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
     full_kv_indices_stride_h, full_kv_indices_stride_q,
     WARPGROUP: gl.constexpr,
 ):
@@ -423,7 +434,7 @@ def forward(
     values = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, 1, 1, BLOCK_N, V_HEAD_DIM_ROUNDED], value_desc.layout,
     )
-    # Full: the copy engine has written all bytes that the producer announced. Empty: each consumer has arrived.
+    # Full: the copy engine has written the bytes that the producer announced. Empty: each consumer has arrived.
     query_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -444,25 +455,31 @@ def forward(
         descriptors, barriers, buffers,
         Q_LEN, KV_LEN, Q_HEADS, query_stride_b, query_stride_h, key_stride_b, key_stride_h,
         value_stride_b, value_stride_h,
-        kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q,
-        kv_indices_stride_b, kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b, full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
+        kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr,
+        kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q, kv_indices_stride_b,
+        kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b,
+        full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
         full_kv_indices_stride_h, full_kv_indices_stride_q,
     )
     consumer_0 = (
         barriers, buffers,
-        output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN,
-        KV_LEN, Q_HEADS,
-        kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q,
-        kv_indices_stride_b, kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b, full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
+        output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q,
+        Q_LEN, KV_LEN, Q_HEADS,
+        kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr,
+        kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q, kv_indices_stride_b,
+        kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b,
+        full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
         full_kv_indices_stride_h, full_kv_indices_stride_q,
         0,
     )
     consumer_1 = (
         barriers, buffers,
-        output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN,
-        KV_LEN, Q_HEADS,
-        kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q,
-        kv_indices_stride_b, kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b, full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
+        output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q,
+        Q_LEN, KV_LEN, Q_HEADS,
+        kv_num_blocks_ptr, kv_indices_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr,
+        kv_num_blocks_stride_b, kv_num_blocks_stride_h, kv_num_blocks_stride_q, kv_indices_stride_b,
+        kv_indices_stride_h, kv_indices_stride_q, full_kv_num_blocks_stride_b,
+        full_kv_num_blocks_stride_h, full_kv_num_blocks_stride_q, full_kv_indices_stride_b,
         full_kv_indices_stride_h, full_kv_indices_stride_q,
         1,
     )

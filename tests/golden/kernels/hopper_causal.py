@@ -37,10 +37,10 @@ CONSUMER_REGISTERS = gl.constexpr(240)  # of a thread
 PRODUCER_REGISTERS = gl.constexpr(24)
 QK_HEAD_DIM_ROUNDED = gl.constexpr(128)
 V_HEAD_DIM_ROUNDED = gl.constexpr(128)
-WEIGHT_SCALE = gl.constexpr(0.12751743082459868)  # log2(e) times the softmax scale: weights are computed in base 2
+WEIGHT_SCALE = gl.constexpr(0.12751743082459868)  # log2(e) times the softmax scale; in base 2
 ROW_MAX_FLOOR = gl.constexpr(-1e+38)  # below any score; finite when scaled
 
-# Registers of a warpgroup's four warps hold 16 rows each: scores, the accumulator, and weights as a matrix operand.
+# Each warp of a warpgroup holds 16 rows in registers: scores, the accumulator, and weights as an operand.
 SCORES = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
 )
@@ -55,7 +55,7 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 def keep_interval(score, distance, width):
     """score where 0 <= distance < width, else -inf: one unsigned compare and one select.
 
-    In assembly, because the compiler packs the conditions of a whole tile into words before it selects by them.
+    In assembly, because the compiler packs the conditions of a tile into words before it selects by them.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
@@ -65,7 +65,7 @@ def keep_interval(score, distance, width):
 
 @gluon.jit
 def locate(row_tile, Q_LEN, Q_HEADS, batch_heads):
-    """Return batch, head and first query of a tile of query rows: the last queries, which visit most keys, come first."""
+    """Return batch, head and first query of a row tile; the last queries, which visit most keys, come first."""
     tiles_per_head = gl.cdiv(Q_LEN, BLOCK_M)
     q_tile = tiles_per_head - 1 - row_tile // batch_heads
     batch_head = row_tile % batch_heads
@@ -82,7 +82,7 @@ def key_tiles(b, h, q_start, Q_LEN, KV_LEN):
     hi = gl.cdiv(gl.minimum(q_hi + 1, KV_LEN), BLOCK_N)
     full_hi = gl.minimum(q_lo + 1, KV_LEN) // BLOCK_N
     full_hi = gl.minimum(gl.maximum(full_hi, lo), hi)
-    # One tile is visited at least, so that the pipeline always fills: in a row tile without live keys it is masked out.
+    # One tile is visited at least, so that the pipeline always fills: where no key is live, it is masked out.
     first = gl.minimum(lo, gl.cdiv(KV_LEN, BLOCK_N) - 1)
     count = gl.maximum(hi - lo, 1)
     return first, count, full_hi
@@ -105,7 +105,7 @@ def needs_mask(step, tile, tiles):
 
 @gluon.jit
 def live_keys(b, h, q_idx, Q_LEN, KV_LEN):
-    """Return, for each query, its first live key and how many there are: they are one interval, which ends at KV_LEN."""
+    """Return each query's first live key and how many there are: one interval, which ends at KV_LEN at most."""
     kv_lo = 0
     kv_hi = gl.minimum(q_idx + 1, KV_LEN)
     return kv_lo, gl.maximum(kv_hi - kv_lo, 0)
@@ -122,7 +122,7 @@ def finish_scores(score, tile, checked, kv_lo, kv_width):
 
 @gluon.jit
 def softmax(score, row_max, row_sum):
-    """One step of the online softmax: weights, the factor of what was summed before, and the new row statistics."""
+    """One step of the online softmax: weights, the factor of what was summed before, and the row statistics."""
     # row_max starts at a finite floor, so a row with no live key yet gives weights of 0, never NaN.
     new_max = gl.maximum(row_max, gl.max(score, 1))
     alpha = gl.exp2((row_max - new_max) * WEIGHT_SCALE)
@@ -188,10 +188,10 @@ def next_slot(slot, phase):
 @gluon.jit
 def load_tile(
     row_tile, slot, phase, descriptors, barriers, buffers,
-    Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b,
-    key_stride_h, value_stride_b, value_stride_h,
+    Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b, key_stride_h,
+    value_stride_b, value_stride_h,
 ):
-    """Copy a row tile's queries, and the key and value tiles that it visits, into the ring; return where the ring is."""
+    """Copy a row tile's queries, and into the ring the key and value tiles it visits; return where the ring is."""
     query_desc, key_desc, value_desc = descriptors
     query_full, key_full, key_empty, value_full, value_empty = barriers
     queries, keys, values = buffers
@@ -206,12 +206,13 @@ def load_tile(
     for warpgroup in gl.static_range(CONSUMERS):
         mbarrier.expect(query_full.index(warpgroup), query_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
-            query_desc, [query_b, query_h, q_start + warpgroup * ROWS, 0], query_full.index(warpgroup), queries.index(warpgroup)
+            query_desc, [query_b, query_h, q_start + warpgroup * ROWS, 0], query_full.index(warpgroup),
+            queries.index(warpgroup),
         )
 
     for step in range(0, tiles[1]):
         kv_start = tile_at(step, tiles) * BLOCK_N
-        # A slot is free once all consumers have arrived since it was last filled: the parity before this one's.
+        # A slot is free once all consumers have arrived since it was last filled: the parity before this one.
         mbarrier.wait(key_empty.index(slot), phase ^ 1)
         mbarrier.expect(key_full.index(slot), key_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
@@ -260,9 +261,9 @@ def attend_tile(
     value_slot, value_phase = slot, phase
     slot, phase = next_slot(slot, phase)
 
-    # Each step starts the products with this key tile and those with the value tile before it, and computes this
-    # tile's weights while the latter run. Nothing is in flight at the end of a step: a register operand that were
-    # would make the assembler serialise every matrix instruction.
+    # Each step starts the products with this key tile and with the value tile before it, and computes this tile's
+    # weights while the latter run. Nothing is in flight at the end of a step: were a register operand, the
+    # assembler would serialise every matrix instruction.
     for step in range(1, tiles[1]):
         mbarrier.wait(key_full.index(slot), phase)
         score = multiply(query, keys.index(slot))
@@ -295,8 +296,8 @@ def attend_tile(
 @gluon.jit
 def produce(
     descriptors, barriers, buffers,
-    Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b,
-    key_stride_h, value_stride_b, value_stride_h,
+    Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b, key_stride_h,
+    value_stride_b, value_stride_h,
 ):
     """The producer warp: keeps the ring filled for the consumers."""
     slot = 0
@@ -353,7 +354,7 @@ def forward(
     values = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, 1, 1, BLOCK_N, V_HEAD_DIM_ROUNDED], value_desc.layout,
     )
-    # Full: the copy engine has written all bytes that the producer announced. Empty: each consumer has arrived.
+    # Full: the copy engine has written the bytes that the producer announced. Empty: each consumer has arrived.
     query_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -373,8 +374,8 @@ def forward(
     batch_heads = BATCH * Q_HEADS
     producer = (
         descriptors, barriers, buffers,
-        Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b,
-        key_stride_h, value_stride_b, value_stride_h,
+        Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b, key_stride_h,
+        value_stride_b, value_stride_h,
     )
     consumer_0 = (
         barriers, buffers,

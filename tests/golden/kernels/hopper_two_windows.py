@@ -36,10 +36,10 @@ KEY_STAGES = gl.constexpr(2)  # key tiles in shared memory
 VALUE_STAGES = gl.constexpr(1)  # value tiles in shared memory
 QK_HEAD_DIM_ROUNDED = gl.constexpr(128)
 V_HEAD_DIM_ROUNDED = gl.constexpr(128)
-WEIGHT_SCALE = gl.constexpr(0.12751743082459868)  # log2(e) times the softmax scale: weights are computed in base 2
+WEIGHT_SCALE = gl.constexpr(0.12751743082459868)  # log2(e) times the softmax scale; in base 2
 ROW_MAX_FLOOR = gl.constexpr(-1e+38)  # below any score; finite when scaled
 
-# Registers of a warpgroup's four warps hold 16 rows each: scores, the accumulator, and weights as a matrix operand.
+# Each warp of a warpgroup holds 16 rows in registers: scores, the accumulator, and weights as an operand.
 SCORES = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
 )
@@ -53,15 +53,14 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 @gluon.jit
 def mask_mod(b, h, q_idx, kv_idx):
     """two_windows: the mask of one (query, key) pair; indices broadcast to the tile."""
-    # distance = q_idx - kv_idx
-    distance = q_idx - kv_idx
-    # return (abs(distance) < 40) | (abs(distance - 500) < 40)
-    return (gl.abs(distance) < 40) | (gl.abs(distance - 500) < 40)
+    # return (abs(q_idx - kv_idx) < 40) | (abs(q_idx - kv_idx - 500) < 40)
+    difference = q_idx - kv_idx
+    return (gl.abs(difference) < 40) | (gl.abs(difference - 500) < 40)
 
 
 @gluon.jit
 def locate(row_tile, Q_LEN, Q_HEADS):
-    """Return batch, head and first query of a tile of query rows."""
+    """Return batch, head and first query of a row tile."""
     tiles_per_head = gl.cdiv(Q_LEN, BLOCK_M)
     q_tile = row_tile % tiles_per_head
     batch_head = row_tile // tiles_per_head
@@ -92,7 +91,7 @@ def key_tiles(b, h, q_start, Q_LEN, KV_LEN):
     full_lo_1 = gl.minimum(gl.maximum(full_lo_1, lo_1), hi_1)
     full_hi_1 = gl.minimum(gl.maximum(full_hi_1, full_lo_1), hi_1)
     visited = hi_0 - lo_0 + hi_1 - lo_1
-    # One tile is visited at least, so that the pipeline always fills: in a row tile without live keys it is masked out.
+    # One tile is visited at least, so that the pipeline always fills: where no key is live, it is masked out.
     first = gl.minimum(lo_0, gl.cdiv(KV_LEN, BLOCK_N) - 1)
     count = gl.maximum(visited, 1)
     gap_0 = hi_0
@@ -130,7 +129,7 @@ def finish_scores(score, tile, checked, q_idx, b, h, KV_LEN):
 
 @gluon.jit
 def softmax(score, row_max, row_sum):
-    """One step of the online softmax: weights, the factor of what was summed before, and the new row statistics."""
+    """One step of the online softmax: weights, the factor of what was summed before, and the row statistics."""
     # row_max starts at a finite floor, so a row with no live key yet gives weights of 0, never NaN.
     new_max = gl.maximum(row_max, gl.max(score, 1))
     alpha = gl.exp2((row_max - new_max) * WEIGHT_SCALE)
@@ -268,7 +267,7 @@ def forward(
     acc = gl.full([ROWS, V_HEAD_DIM_ROUNDED], 0.0, gl.float32, OUTPUTS)
     mbarrier.wait(query_full, 0)
 
-    # The first key tile fills the pipeline. A slot is filled again as soon as the products that read it are done.
+    # The first key tile fills the pipeline. A slot is filled again once the products that read it are done.
     wait_for(key_full, 0, KEY_STAGES)
     score = multiply(query, keys.index(0))
     score = warpgroup_mma_wait(0, deps=[score])
@@ -280,9 +279,9 @@ def forward(
     weight, alpha, row_max, row_sum = softmax(score, row_max, row_sum)
     operand = as_operand(weight)
 
-    # Each step starts the products with this key tile and those with the value tile before it, and computes this
-    # tile's weights while the latter run. Nothing is in flight at the end of a step: a register operand that were
-    # would make the assembler serialise every matrix instruction.
+    # Each step starts the products with this key tile and with the value tile before it, and computes this tile's
+    # weights while the latter run. Nothing is in flight at the end of a step: were a register operand, the
+    # assembler would serialise every matrix instruction.
     for step in range(1, count):
         before = step - 1
         wait_for(key_full, step, KEY_STAGES)

@@ -34,10 +34,10 @@ KEY_STAGES = gl.constexpr(2)  # key tiles in shared memory
 VALUE_STAGES = gl.constexpr(2)  # value tiles in shared memory
 QK_HEAD_DIM_ROUNDED = gl.constexpr(64)
 V_HEAD_DIM_ROUNDED = gl.constexpr(64)
-WEIGHT_SCALE = gl.constexpr(0.18033688011112042)  # log2(e) times the softmax scale: weights are computed in base 2
+WEIGHT_SCALE = gl.constexpr(0.18033688011112042)  # log2(e) times the softmax scale; in base 2
 ROW_MAX_FLOOR = gl.constexpr(-1e+38)  # below any score; finite when scaled
 
-# Registers of a warpgroup's four warps hold 16 rows each: scores, the accumulator, and weights as a matrix operand.
+# Each warp of a warpgroup holds 16 rows in registers: scores, the accumulator, and weights as an operand.
 SCORES = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
 )
@@ -52,7 +52,7 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 def keep_interval(score, distance, width):
     """score where 0 <= distance < width, else -inf: one unsigned compare and one select.
 
-    In assembly, because the compiler packs the conditions of a whole tile into words before it selects by them.
+    In assembly, because the compiler packs the conditions of a tile into words before it selects by them.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
@@ -62,7 +62,7 @@ def keep_interval(score, distance, width):
 
 @gluon.jit
 def locate(row_tile, Q_LEN, Q_HEADS):
-    """Return batch, head and first query of a tile of query rows."""
+    """Return batch, head and first query of a row tile."""
     tiles_per_head = gl.cdiv(Q_LEN, BLOCK_M)
     q_tile = row_tile % tiles_per_head
     batch_head = row_tile // tiles_per_head
@@ -81,7 +81,7 @@ def key_tiles(b, h, q_start, Q_LEN, KV_LEN):
     full_hi = gl.minimum(q_lo + 1, KV_LEN) // BLOCK_N
     full_lo = gl.minimum(gl.maximum(full_lo, lo), hi)
     full_hi = gl.minimum(gl.maximum(full_hi, full_lo), hi)
-    # One tile is visited at least, so that the pipeline always fills: in a row tile without live keys it is masked out.
+    # One tile is visited at least, so that the pipeline always fills: where no key is live, it is masked out.
     first = gl.minimum(lo, gl.cdiv(KV_LEN, BLOCK_N) - 1)
     count = gl.maximum(hi - lo, 1)
     return first, count, full_lo, full_hi
@@ -104,7 +104,7 @@ def needs_mask(step, tile, tiles):
 
 @gluon.jit
 def live_keys(b, h, q_idx, Q_LEN, KV_LEN):
-    """Return, for each query, its first live key and how many there are: they are one interval, which ends at KV_LEN."""
+    """Return each query's first live key and how many there are: one interval, which ends at KV_LEN at most."""
     kv_lo = gl.maximum(q_idx - 100, 0)
     kv_hi = gl.minimum(q_idx + 1, KV_LEN)
     return kv_lo, gl.maximum(kv_hi - kv_lo, 0)
@@ -121,7 +121,7 @@ def finish_scores(score, tile, checked, kv_lo, kv_width):
 
 @gluon.jit
 def softmax(score, row_max, row_sum):
-    """One step of the online softmax: weights, the factor of what was summed before, and the new row statistics."""
+    """One step of the online softmax: weights, the factor of what was summed before, and the row statistics."""
     # row_max starts at a finite floor, so a row with no live key yet gives weights of 0, never NaN.
     new_max = gl.maximum(row_max, gl.max(score, 1))
     alpha = gl.exp2((row_max - new_max) * WEIGHT_SCALE)
@@ -260,7 +260,7 @@ def forward(
     acc = gl.full([ROWS, V_HEAD_DIM_ROUNDED], 0.0, gl.float32, OUTPUTS)
     mbarrier.wait(query_full, 0)
 
-    # The first key tile fills the pipeline. A slot is filled again as soon as the products that read it are done.
+    # The first key tile fills the pipeline. A slot is filled again once the products that read it are done.
     wait_for(key_full, 0, KEY_STAGES)
     score = multiply(query, keys.index(0))
     score = warpgroup_mma_wait(0, deps=[score])
@@ -272,9 +272,9 @@ def forward(
     weight, alpha, row_max, row_sum = softmax(score, row_max, row_sum)
     operand = as_operand(weight)
 
-    # Each step starts the products with this key tile and those with the value tile before it, and computes this
-    # tile's weights while the latter run. Nothing is in flight at the end of a step: a register operand that were
-    # would make the assembler serialise every matrix instruction.
+    # Each step starts the products with this key tile and with the value tile before it, and computes this tile's
+    # weights while the latter run. Nothing is in flight at the end of a step: were a register operand, the
+    # assembler would serialise every matrix instruction.
     for step in range(1, count):
         before = step - 1
         wait_for(key_full, step, KEY_STAGES)

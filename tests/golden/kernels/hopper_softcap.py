@@ -12,8 +12,8 @@ rows         the last ones first   because: later queries visit more keys: their
 programs     one for each tile of rows   because: long rows: the scheduler balances programs, and a walk gains
                  nothing
 rows safe    yes   because: kv_idx == 0 always passes the mask, given 1 <= KV_LEN
-flags        KV_TAIL=True, SAFE_HEAD_DIM=True, FOLD_SCALE=False, FAST_TANH=True, OUTPUT_LOGSUMEXP=True,
-                 OUTPUT_MAX=True
+flags        KV_TAIL=False, SAFE_HEAD_DIM=True, FOLD_SCALE=False, FAST_TANH=True, OUTPUT_LOGSUMEXP=False,
+                 OUTPUT_MAX=False
 """
 
 import triton.language as tl
@@ -38,11 +38,10 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 QK_HEAD_DIM_ROUNDED = gl.constexpr(128)
 V_HEAD_DIM_ROUNDED = gl.constexpr(128)
 SCORE_SCALE = gl.constexpr(0.0029462782549439476)  # the softmax scale times 0.0333333, score_mod's factor
-MAX_SCALE = gl.constexpr(30.0)  # of a row maximum, to be a score
-WEIGHT_SCALE = gl.constexpr(43.2808512266689)  # log2(e) times 30, score_mod's factor: weights are computed in base 2
+WEIGHT_SCALE = gl.constexpr(43.2808512266689)  # log2(e) times 30, score_mod's factor; in base 2
 ROW_MAX_FLOOR = gl.constexpr(-1e+36)  # below any score; finite when scaled
 
-# Registers of a warpgroup's four warps hold 16 rows each: scores, the accumulator, and weights as a matrix operand.
+# Each warp of a warpgroup holds 16 rows in registers: scores, the accumulator, and weights as an operand.
 SCORES = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
 )
@@ -57,7 +56,7 @@ BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 def keep_interval(score, distance, width):
     """score where 0 <= distance < width, else -inf: one unsigned compare and one select.
 
-    In assembly, because the compiler packs the conditions of a whole tile into words before it selects by them.
+    In assembly, because the compiler packs the conditions of a tile into words before it selects by them.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
@@ -75,14 +74,14 @@ def tanh_approx(x):
 
 @gluon.jit
 def score_mod(score, b, h, q_idx, kv_idx):
-    """soft_capped: the score of one (query, key) pair, but for the factors in SCORE_SCALE and WEIGHT_SCALE."""
+    """soft_capped: the score of one (query, key) pair, without the factors in SCORE_SCALE, WEIGHT_SCALE."""
     # return limit * torch.tanh(score / limit)
     return tanh_approx(score)
 
 
 @gluon.jit
 def locate(row_tile, Q_LEN, Q_HEADS, batch_heads):
-    """Return batch, head and first query of a tile of query rows: the last queries, which visit most keys, come first."""
+    """Return batch, head and first query of a row tile; the last queries, which visit most keys, come first."""
     tiles_per_head = gl.cdiv(Q_LEN, BLOCK_M)
     q_tile = tiles_per_head - 1 - row_tile // batch_heads
     batch_head = row_tile % batch_heads
@@ -99,7 +98,7 @@ def key_tiles(b, h, q_start, Q_LEN, KV_LEN):
     hi = gl.cdiv(gl.minimum(q_hi + 1, KV_LEN), BLOCK_N)
     full_hi = gl.minimum(q_lo + 1, KV_LEN) // BLOCK_N
     full_hi = gl.minimum(gl.maximum(full_hi, lo), hi)
-    # One tile is visited at least, so that the pipeline always fills: in a row tile without live keys it is masked out.
+    # One tile is visited at least, so that the pipeline always fills: where no key is live, it is masked out.
     first = gl.minimum(lo, gl.cdiv(KV_LEN, BLOCK_N) - 1)
     count = gl.maximum(hi - lo, 1)
     return first, count, full_hi
@@ -122,7 +121,7 @@ def needs_mask(step, tile, tiles):
 
 @gluon.jit
 def live_keys(b, h, q_idx, Q_LEN, KV_LEN):
-    """Return, for each query, its first live key and how many there are: they are one interval, which ends at KV_LEN."""
+    """Return each query's first live key and how many there are: one interval, which ends at KV_LEN at most."""
     kv_lo = 0
     kv_hi = gl.minimum(q_idx + 1, KV_LEN)
     return kv_lo, gl.maximum(kv_hi - kv_lo, 0)
@@ -141,7 +140,7 @@ def finish_scores(score, tile, checked, q_idx, kv_lo, kv_width, b, h):
 
 @gluon.jit
 def softmax(score, row_max, row_sum):
-    """One step of the online softmax: weights, the factor of what was summed before, and the new row statistics."""
+    """One step of the online softmax: weights, the factor of what was summed before, and the row statistics."""
     # row_max starts at a finite floor, so a row with no live key yet gives weights of 0, never NaN.
     new_max = gl.maximum(row_max, gl.max(score, 1))
     alpha = gl.exp2((row_max - new_max) * WEIGHT_SCALE)
@@ -179,10 +178,9 @@ def as_operand(weight):
 @gluon.jit
 def store_rows(
     acc, row_max, row_sum, b, h, row_start,
-    output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN,
-    Q_HEADS,
+    output_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN, Q_HEADS,
 ):
-    """Divide by the row sums and write a warpgroup's rows and their statistics."""
+    """Divide by the row sums and write a warpgroup's rows."""
     batch = b.to(gl.int64)
     head = h.to(gl.int64)
     row = row_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUTPUTS))
@@ -195,13 +193,6 @@ def store_rows(
         output.to(gl.bfloat16),
         mask=(row < Q_LEN)[:, None],
     )
-    q_row = row_start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-    aux_offset = (batch * Q_HEADS + head) * Q_LEN + q_row
-    natural_max = row_max * MAX_SCALE
-    logsumexp = natural_max + gl.log(row_sum)
-    gl.store(logsumexp_ptr + aux_offset, logsumexp, mask=q_row < Q_LEN)
-    max_score = natural_max
-    gl.store(max_scores_ptr + aux_offset, max_score, mask=q_row < Q_LEN)
 
 
 @gluon.jit
@@ -215,10 +206,10 @@ def next_slot(slot, phase):
 @gluon.jit
 def load_tile(
     row_tile, slot, phase, descriptors, barriers, buffers,
-    Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b,
-    key_stride_h, value_stride_b, value_stride_h,
+    Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b, key_stride_h,
+    value_stride_b, value_stride_h,
 ):
-    """Copy a row tile's queries, and the key and value tiles that it visits, into the ring; return where the ring is."""
+    """Copy a row tile's queries, and into the ring the key and value tiles it visits; return where the ring is."""
     query_desc, key_desc, value_desc = descriptors
     query_full, key_full, key_empty, value_full, value_empty = barriers
     queries, keys, values = buffers
@@ -233,12 +224,13 @@ def load_tile(
     for warpgroup in gl.static_range(CONSUMERS):
         mbarrier.expect(query_full.index(warpgroup), query_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
-            query_desc, [query_b, query_h, q_start + warpgroup * ROWS, 0], query_full.index(warpgroup), queries.index(warpgroup)
+            query_desc, [query_b, query_h, q_start + warpgroup * ROWS, 0], query_full.index(warpgroup),
+            queries.index(warpgroup),
         )
 
     for step in range(0, tiles[1]):
         kv_start = tile_at(step, tiles) * BLOCK_N
-        # A slot is free once all consumers have arrived since it was last filled: the parity before this one's.
+        # A slot is free once all consumers have arrived since it was last filled: the parity before this one.
         mbarrier.wait(key_empty.index(slot), phase ^ 1)
         mbarrier.expect(key_full.index(slot), key_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
@@ -256,8 +248,8 @@ def load_tile(
 @gluon.jit
 def attend_tile(
     row_tile, slot, phase, barriers, buffers,
-    output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN,
-    KV_LEN, Q_HEADS, batch_heads,
+    output_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN, KV_LEN, Q_HEADS,
+    batch_heads,
     WARPGROUP: gl.constexpr,
 ):
     """Compute one warpgroup's rows of a row tile; return where the ring is."""
@@ -287,9 +279,9 @@ def attend_tile(
     value_slot, value_phase = slot, phase
     slot, phase = next_slot(slot, phase)
 
-    # Each step starts the products with this key tile and those with the value tile before it, and computes this
-    # tile's weights while the latter run. Nothing is in flight at the end of a step: a register operand that were
-    # would make the assembler serialise every matrix instruction.
+    # Each step starts the products with this key tile and with the value tile before it, and computes this tile's
+    # weights while the latter run. Nothing is in flight at the end of a step: were a register operand, the
+    # assembler would serialise every matrix instruction.
     for step in range(1, tiles[1]):
         mbarrier.wait(key_full.index(slot), phase)
         score = multiply(query, keys.index(slot))
@@ -313,8 +305,8 @@ def attend_tile(
     acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
     mbarrier.arrive(value_empty.index(value_slot), count=1)
     store_rows(
-        acc, row_max, row_sum, b, h, row_start, output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b,
-        output_stride_h, output_stride_q, Q_LEN, Q_HEADS,
+        acc, row_max, row_sum, b, h, row_start, output_ptr, output_stride_b, output_stride_h, output_stride_q,
+        Q_LEN, Q_HEADS,
     )
     return slot, phase
 
@@ -322,8 +314,8 @@ def attend_tile(
 @gluon.jit
 def produce(
     descriptors, barriers, buffers,
-    Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b,
-    key_stride_h, value_stride_b, value_stride_h,
+    Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b, key_stride_h,
+    value_stride_b, value_stride_h,
 ):
     """The producer warp: keeps the ring filled for the consumers."""
     slot = 0
@@ -337,16 +329,16 @@ def produce(
 @gluon.jit
 def consume(
     barriers, buffers,
-    output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN,
-    KV_LEN, Q_HEADS, batch_heads,
+    output_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN, KV_LEN, Q_HEADS,
+    batch_heads,
     WARPGROUP: gl.constexpr,
 ):
     """A consumer warpgroup: computes its rows of each row tile."""
     slot = 0
     phase = 0
     attend_tile(
-        gl.program_id(0), slot, phase, barriers, buffers, output_ptr, logsumexp_ptr, max_scores_ptr,
-        output_stride_b, output_stride_h, output_stride_q, Q_LEN, KV_LEN, Q_HEADS, batch_heads, WARPGROUP,
+        gl.program_id(0), slot, phase, barriers, buffers, output_ptr, output_stride_b, output_stride_h,
+        output_stride_q, Q_LEN, KV_LEN, Q_HEADS, batch_heads, WARPGROUP,
     )
 
 
@@ -356,8 +348,6 @@ def forward(
     key_desc,
     value_desc,
     output_ptr,
-    logsumexp_ptr,
-    max_scores_ptr,
     query_stride_b,
     query_stride_h,
     key_stride_b,
@@ -382,7 +372,7 @@ def forward(
     values = gl.allocate_shared_memory(
         gl.bfloat16, [STAGES, 1, 1, BLOCK_N, V_HEAD_DIM_ROUNDED], value_desc.layout,
     )
-    # Full: the copy engine has written all bytes that the producer announced. Empty: each consumer has arrived.
+    # Full: the copy engine has written the bytes that the producer announced. Empty: each consumer has arrived.
     query_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)
     key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -402,19 +392,19 @@ def forward(
     batch_heads = BATCH * Q_HEADS
     producer = (
         descriptors, barriers, buffers,
-        Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b,
-        key_stride_h, value_stride_b, value_stride_h,
+        Q_LEN, KV_LEN, Q_HEADS, batch_heads, query_stride_b, query_stride_h, key_stride_b, key_stride_h,
+        value_stride_b, value_stride_h,
     )
     consumer_0 = (
         barriers, buffers,
-        output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN,
-        KV_LEN, Q_HEADS, batch_heads,
+        output_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN, KV_LEN, Q_HEADS,
+        batch_heads,
         0,
     )
     consumer_1 = (
         barriers, buffers,
-        output_ptr, logsumexp_ptr, max_scores_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN,
-        KV_LEN, Q_HEADS, batch_heads,
+        output_ptr, output_stride_b, output_stride_h, output_stride_q, Q_LEN, KV_LEN, Q_HEADS,
+        batch_heads,
         1,
     )
     gl.warp_specialize(

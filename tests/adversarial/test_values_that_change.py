@@ -1,0 +1,117 @@
+"""Values that change behind flexgen's back between two calls of one Attention."""
+
+from __future__ import annotations
+
+import collections
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flexgen
+from tests.adversarial.dense import Mod, worst_errors
+
+TILES = {"BLOCK_M": 16, "BLOCK_N": 16}
+
+
+def is_right(attention: flexgen.Attention, mask: Mod) -> bool:
+    return all(error <= 2e-4 for error in worst_errors(attention, None, mask))
+
+
+@pytest.mark.parametrize("window", [0, -3, True, 2.5, 10**12, -(2**63), float("inf"), float("nan"), np.int32(7)])
+def test_any_number_may_replace_a_window(window: Any) -> None:
+    here = SimpleNamespace(window=4)
+    mask = lambda b, h, q, k: (q - k <= here.window) & (q >= k)  # noqa: E731
+    attention = flexgen.compile(None, mask)
+    assert is_right(attention, mask)
+    here.window = window
+    assert is_right(attention, mask)
+
+
+WRITES = {
+    "copy_": lambda doc: doc.copy_(torch.arange(40) // 3),
+    "a view": lambda doc: doc.view(-1)[20:].fill_(9),
+    "detach": lambda doc: doc.detach()[20:].fill_(9),
+    "out=": lambda doc: torch.add(torch.arange(40) // 3, 0, out=doc),
+    "set_": lambda doc: doc.set_(torch.arange(40) // 3),
+}
+UNSEEN_WRITES = {
+    "numpy": lambda doc: doc.numpy()[20:].fill(9),
+    ".data": lambda doc: doc.data[20:].fill_(9),
+}
+STALE = "a derived table is reused while the tensor's version is the same, which these writes leave alone"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [pytest.param(w, id=n) for n, w in WRITES.items()]
+    + [pytest.param(w, id=n, marks=pytest.mark.xfail(strict=True, reason=STALE)) for n, w in UNSEEN_WRITES.items()],
+)
+def test_mask_sees_a_write_to_its_tensor(write: Any) -> None:
+    doc = torch.arange(40) // 7
+    mask = lambda b, h, q, k: doc[q] == doc[k]  # noqa: E731
+    attention = flexgen.compile(None, mask, TILES)
+    assert is_right(attention, mask)
+    write(doc)
+    assert is_right(attention, mask)
+
+
+def _numpy_element() -> tuple[Mod, Any]:
+    held = np.array([2])
+    return lambda b, h, q, k: q - k < int(held[0]), lambda: held.fill(9)
+
+
+def _set() -> tuple[Mod, Any]:
+    held = {2}
+    return lambda b, h, q, k: q - k < max(held), lambda: held.add(9)
+
+
+def _deque() -> tuple[Mod, Any]:
+    held = collections.deque([2])
+    return lambda b, h, q, k: q - k < held[-1], lambda: held.append(9)
+
+
+def _list() -> tuple[Mod, Any]:
+    held = [2]
+    return lambda b, h, q, k: q - k < held[-1], lambda: held.append(9)
+
+
+def _function_attribute() -> tuple[Mod, Any]:
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k < mask.window  # type: ignore[attr-defined]
+
+    mask.window = 2  # type: ignore[attr-defined]
+    return mask, lambda: setattr(mask, "window", 9)
+
+
+UNSEEN = pytest.mark.xfail(strict=True, reason="the place is not looked at again at the second call")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_list, *(pytest.param(make, marks=UNSEEN) for make in (_numpy_element, _set, _deque, _function_attribute))],
+)
+def test_number_is_read_again_at_each_call(make: Any) -> None:
+    mask, change = make()
+    attention = flexgen.compile(None, mask)
+    assert is_right(attention, mask)
+    change()
+    assert is_right(attention, mask)
+
+
+class Windows:
+    @classmethod
+    def narrow(cls) -> int:
+        return 3
+
+    @staticmethod
+    def wide() -> int:
+        return 9
+
+
+@pytest.mark.xfail(strict=True, reason="a fresh capture that does not hold is captured again without end")
+def test_methods_of_a_class_may_be_called() -> None:
+    mask = lambda b, h, q, k: (q - k < Windows.wide()) & (q - k > -Windows.narrow())  # noqa: E731
+    assert is_right(flexgen.compile(None, mask), mask)
