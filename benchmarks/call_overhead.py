@@ -1,6 +1,6 @@
 """Host time of one warm call, by replacing the launch with nothing: what flexgen's own Python costs. Runs anywhere.
 
-    python -m benchmarks.call_overhead
+python -m benchmarks.call_overhead
 """
 
 from __future__ import annotations

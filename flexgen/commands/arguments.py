@@ -81,6 +81,9 @@ def add_dump_code(parser: argparse.ArgumentParser) -> None:
         const=STDOUT,
         help="print the emitted source; with DIR, write a numbered file for each stage there",
     )
+    parser.add_argument(
+        "--backward", action="store_true", help="lower the backward kernels too: query, key and value require grad"
+    )
 
 
 def add_traceback(parser: argparse.ArgumentParser) -> None:

@@ -26,9 +26,6 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     add_dump_code(parser)
-    parser.add_argument(
-        "--backward", action="store_true", help="lower the backward kernels too: query, key and value require grad"
-    )
     add_problem(parser, dtype="bf16")
 
 

@@ -45,10 +45,11 @@ def worst_errors(
     torch.manual_seed(0)
     inputs = [torch.randn(2, 2, length, 16, requires_grad=True) for _ in range(3)]
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    output, right = attend(*inputs), attention(*exact, score_mod, mask_mod)
+    query, key, value = exact
+    output, right = attend(*inputs), attention(query, key, value, score_mod, mask_mod)
     weight = torch.randn(right.shape)
-    found = (output, *torch.autograd.grad((output * weight).sum(), inputs))
-    wanted = (right, *torch.autograd.grad((right * weight).sum(), exact))
+    found = (output, *torch.autograd.grad((output * weight).sum(), inputs, materialize_grads=True))
+    wanted = (right, *torch.autograd.grad((right * weight).sum(), exact, materialize_grads=True))
     return [
         float(((a - b).abs().max() / b.abs().max().clamp(min=1)).detach()) for a, b in zip(found, wanted, strict=True)
     ]

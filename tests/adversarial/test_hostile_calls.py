@@ -12,10 +12,8 @@ from flexgen.errors import FlexgenError
 
 QUERY = torch.randn(1, 1, 20, 16)
 
-RAW = pytest.mark.xfail(strict=True, reason="Python's or torch's own error comes through")
 
-
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "1", 1j, torch.tensor(0.5), True])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e300, 10**400, "1", 1j, torch.tensor(0.5), True])
 def test_scale_that_is_no_finite_number_is_refused(scale: Any) -> None:
     with pytest.raises(FlexgenError):
         flexgen.compile()(QUERY, QUERY, QUERY, scale=scale)
@@ -25,11 +23,11 @@ def test_scale_that_is_no_finite_number_is_refused(scale: Any) -> None:
     "keywords",
     [
         {"kernel_options": {"BLOCK_MM": 64}},
-        pytest.param({"kernel_options": [1]}, marks=RAW),
-        pytest.param({"kernel_options": {"BLOCK_M": [64]}}, marks=RAW),
-        pytest.param({"kernel_options": {"BLOCK_M": 64, 3: 4}}, marks=RAW),
-        pytest.param({"block_mask": "causal"}, marks=RAW),
-        pytest.param({"block_mask": torch.ones(20, 20)}, marks=RAW),
+        {"kernel_options": [1]},
+        {"kernel_options": {"BLOCK_M": [64]}},
+        {"kernel_options": {"BLOCK_M": 64, 3: 4}},
+        {"block_mask": "causal"},
+        {"block_mask": torch.ones(20, 20)},
     ],
 )
 def test_drop_in_refuses_malformed_keywords(keywords: dict[str, Any]) -> None:
@@ -37,14 +35,18 @@ def test_drop_in_refuses_malformed_keywords(keywords: dict[str, Any]) -> None:
         flexgen.flex_attention(QUERY, QUERY, QUERY, **keywords)
 
 
-@pytest.mark.parametrize("query", [None, QUERY.numpy(), QUERY[0], pytest.param(QUERY.to_sparse(), marks=RAW)])
+@pytest.mark.parametrize("query", [None, QUERY.numpy(), QUERY[0], QUERY.to_sparse()])
 def test_query_that_is_no_dense_tensor_is_refused(query: Any) -> None:
     with pytest.raises(FlexgenError):
         flexgen.compile()(query, QUERY, QUERY)
 
 
-@pytest.mark.xfail(strict=True, reason="Triton reads a literal below float32's smallest normal number as float64")
 def test_constant_below_the_normal_numbers_runs() -> None:
     output = flexgen.compile(lambda s, b, h, q, k: s.clamp(min=1e-40))(QUERY, QUERY, QUERY)
     right = (QUERY @ QUERY.mT / 4).clamp(min=1e-40).softmax(-1) @ QUERY
     assert torch.allclose(output, right, atol=1e-5)
+
+
+@pytest.mark.xfail(strict=True, reason="the scale times log2(e) passes float32's largest number")
+def test_largest_scales_give_no_nan() -> None:
+    assert not flexgen.compile()(QUERY, QUERY, QUERY, scale=3e38).isnan().any()

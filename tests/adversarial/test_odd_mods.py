@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flexgen
-from tests.adversarial.dense import worst_errors
+from tests.adversarial.dense import attention, worst_errors
 
 generator = torch.Generator().manual_seed(0)
 permutation = torch.randperm(40, generator=generator)
@@ -78,14 +78,12 @@ def test_odd_score_is_dense_attention(name: str) -> None:
 
 def test_views_of_one_captured_tensor_share_its_gradient() -> None:
     base = torch.randn(40, requires_grad=True)
-    inputs = torch.randn(3, 1, 1, 20, 16)
+    query, key, value = torch.randn(3, 1, 1, 20, 16)
 
     def output(of: Tensor, exact: bool) -> Tensor:
-        from tests.adversarial.dense import attention
-
         left, right = of[:20], of[10:30]
         mod = lambda s, b, h, q, k: s + left[q] * right[k] + of.view(2, 20)[0, k]  # noqa: E731
-        return attention(*inputs, mod, None) if exact else flexgen.compile(mod)(*inputs)
+        return attention(query, key, value, mod, None) if exact else flexgen.compile(mod)(query, key, value)
 
     exact = base.detach().double().requires_grad_()
     (found,) = torch.autograd.grad(output(base, False).square().sum(), base)

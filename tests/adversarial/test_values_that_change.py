@@ -32,14 +32,14 @@ def test_any_number_may_replace_a_window(window: Any) -> None:
 
 WRITES = {
     "copy_": lambda doc: doc.copy_(torch.arange(40) // 3),
-    "a view": lambda doc: doc.view(-1)[20:].fill_(9),
-    "detach": lambda doc: doc.detach()[20:].fill_(9),
+    "a view": lambda doc: doc.view(-1)[20:].fill_(0),
+    "detach": lambda doc: doc.detach()[20:].fill_(0),
     "out=": lambda doc: torch.add(torch.arange(40) // 3, 0, out=doc),
     "set_": lambda doc: doc.set_(torch.arange(40) // 3),
 }
 UNSEEN_WRITES = {
-    "numpy": lambda doc: doc.numpy()[20:].fill(9),
-    ".data": lambda doc: doc.data[20:].fill_(9),
+    "numpy": lambda doc: doc.numpy()[20:].fill(0),
+    ".data": lambda doc: doc.data[20:].fill_(0),
 }
 STALE = "a derived table is reused while the tensor's version is the same, which these writes leave alone"
 

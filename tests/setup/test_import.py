@@ -28,4 +28,4 @@ def test_import_brings_in_nothing_heavy() -> None:
 
 def test_import_alone_loads_no_part_of_flexgen() -> None:
     loaded = run("import sys, flexgen; print(*sys.modules, sep='\\n')").split()
-    assert [name for name in loaded if name.startswith("flexgen.") or name.startswith("torch")] == []
+    assert [name for name in loaded if name.startswith(("flexgen.", "torch"))] == []

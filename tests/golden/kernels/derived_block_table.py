@@ -9,7 +9,8 @@ keys         64 x 64 blocks, listed on the device: (document_id[q_idx] == docume
 rows safe    yes   because: kv_idx == q_idx always passes the mask, given Q_LEN <= KV_LEN
 flags        IS_DIVISIBLE=True, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=True,
                  BLOCKS_ARE_CONTIGUOUS=False, HAS_FULL_BLOCKS=True, USE_TMA=False, USE_SUBTILING=False,
-                 FAST_TANH=False, LONG_ROWS_FIRST=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
+                 FAST_TANH=False, LONG_ROWS_FIRST=False, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False,
+                 OUTPUT_TAIL=False
 """
 
 import triton

@@ -8,7 +8,8 @@ keys         closed form: mask is an interval in kv_idx: [0, q_idx + 1) where 10
 rows safe    no   because: no key was found that is live for every query
 flags        IS_DIVISIBLE=True, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=False,
                  BLOCKS_ARE_CONTIGUOUS=False, HAS_FULL_BLOCKS=False, USE_TMA=False, USE_SUBTILING=False,
-                 FAST_TANH=False, LONG_ROWS_FIRST=True, OUTPUT_LOGSUMEXP=True, OUTPUT_MAX=True
+                 FAST_TANH=False, LONG_ROWS_FIRST=True, OUTPUT_LOGSUMEXP=True, OUTPUT_MAX=True,
+                 OUTPUT_TAIL=False
 """
 
 import triton
@@ -141,9 +142,9 @@ def forward(
     )
     aux_offset = (batch * Q_HEADS + head) * Q_LEN + q_idx
     natural_max = row_max * SM_SCALE
-    logsumexp = tl.where(
-        row_is_empty, float("-inf"), natural_max + tl.log(tl.where(row_is_empty, 1.0, row_sum)),
-    )
+    log_sum = tl.log(tl.where(row_is_empty, 1.0, row_sum))
+    logsumexp = natural_max + log_sum
+    logsumexp = tl.where(row_is_empty, float("-inf"), logsumexp)
     tl.store(logsumexp_ptr + aux_offset, logsumexp)
     max_score = tl.where(row_is_empty, float("-inf"), natural_max)
     max_score = tl.where(

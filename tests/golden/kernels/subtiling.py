@@ -8,7 +8,8 @@ keys         closed form: mask is an interval in kv_idx: [0, q_idx + 1)
 rows safe    yes   because: kv_idx == 0 always passes the mask, given 1 <= KV_LEN
 flags        IS_DIVISIBLE=True, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=True,
                  BLOCKS_ARE_CONTIGUOUS=False, HAS_FULL_BLOCKS=False, USE_TMA=False, USE_SUBTILING=True,
-                 FAST_TANH=False, LONG_ROWS_FIRST=True, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False
+                 FAST_TANH=False, LONG_ROWS_FIRST=True, OUTPUT_LOGSUMEXP=False, OUTPUT_MAX=False,
+                 OUTPUT_TAIL=False
 """
 
 import triton

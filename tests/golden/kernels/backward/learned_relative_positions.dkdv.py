@@ -37,8 +37,8 @@ def score_mod(score, b, h, q_idx, kv_idx, table_size0, table_ptr):
 @triton.jit
 def accumulate(
     grad_key, grad_value, key, value,
-    query_ptr, query_stride_q, grad_output_ptr, grad_output_stride_q, row_shift_ptr, delta_ptr, Q_LEN, b,
-    h, kv_idx,
+    query_ptr, query_stride_q, grad_output_ptr, grad_output_stride_q, row_shift_ptr, logsumexp_tail_ptr, delta_ptr, Q_LEN,
+    b, h, kv_idx,
     table_size0, table_ptr,
     first, last, CHECKED: tl.constexpr,
 ):
@@ -61,11 +61,12 @@ def accumulate(
         else:
             query = tl.load(query_ptr + q_idx[:, None] * query_stride_q + qk_dim[None, :])
         row_shift = tl.load(row_shift_ptr + q_idx, mask=row_exists, other=float("inf"))
+        row_tail = tl.load(logsumexp_tail_ptr + q_idx, mask=row_exists, other=0.0)
         delta = tl.load(delta_ptr + q_idx, mask=row_exists, other=0.0)
         score = tl.dot(key, query.T)
         score = score * SM_SCALE
         modified = score_mod(score, b, h, q_idx[None, :], kv_idx[:, None], table_size0, table_ptr)
-        weight = tl.exp2((modified - row_shift[None, :]) * LOG2_E)
+        weight = tl.exp2((modified - row_shift[None, :] - row_tail[None, :]) * LOG2_E)
         if CHECKED:
             live = row_exists[None, :]
             weight = tl.where(live, weight, 0.0)
@@ -93,6 +94,7 @@ def backward_dkdv(
     grad_key_ptr,
     grad_value_ptr,
     row_shift_ptr,
+    logsumexp_tail_ptr,
     delta_ptr,
     query_stride_b,
     query_stride_h,
@@ -160,15 +162,15 @@ def backward_dkdv(
     full_hi = tl.minimum(tl.maximum(full_hi, lo), hi)
     grad_key, grad_value = accumulate(
         grad_key, grad_value, key, value,
-        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, delta_ptr + aux_offset,
-        Q_LEN, b, h, kv_idx,
+        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
+        delta_ptr + aux_offset, Q_LEN, b, h, kv_idx,
         table_size0, table_ptr,
         lo, full_hi, False,
     )
     grad_key, grad_value = accumulate(
         grad_key, grad_value, key, value,
-        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, delta_ptr + aux_offset,
-        Q_LEN, b, h, kv_idx,
+        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
+        delta_ptr + aux_offset, Q_LEN, b, h, kv_idx,
         table_size0, table_ptr,
         full_hi, hi, True,
     )

@@ -54,7 +54,7 @@ def scatter_table(value, exists, b, h, q_idx, kv_idx, grad_table_ptr, grad_table
 
 @triton.jit
 def accumulate(
-    grad_query, query, grad_output, row_shift, delta,
+    grad_query, query, grad_output, row_shift, row_tail, delta,
     key_ptr, key_stride_kv, value_ptr, value_stride_kv, KV_LEN, b, h, q_idx,
     row_exists,
     table_size0, table_ptr, grad_table_ptr, grad_table_stride0,
@@ -78,7 +78,7 @@ def accumulate(
         score = tl.dot(query, key.T)
         score = score * SM_SCALE
         modified = score_mod(score, b, h, q_idx[:, None], kv_idx[None, :], table_size0, table_ptr)
-        weight = tl.exp2((modified - row_shift[:, None]) * LOG2_E)
+        weight = tl.exp2((modified - row_shift[:, None] - row_tail[:, None]) * LOG2_E)
         if CHECKED:
             live = column_exists[None, :]
             weight = tl.where(live, weight, 0.0)
@@ -113,6 +113,7 @@ def backward_dq(
     grad_output_ptr,
     grad_query_ptr,
     row_shift_ptr,
+    logsumexp_tail_ptr,
     delta_ptr,
     query_stride_b,
     query_stride_h,
@@ -167,6 +168,7 @@ def backward_dq(
     )
     aux_offset = (batch * Q_HEADS + head) * Q_LEN + q_idx
     row_shift = tl.load(row_shift_ptr + aux_offset, mask=row_exists, other=float("inf"))
+    row_tail = tl.load(logsumexp_tail_ptr + aux_offset, mask=row_exists, other=0.0)
     delta = tl.load(delta_ptr + aux_offset, mask=row_exists, other=0.0)
 
     grad_query = tl.zeros([BLOCK_M, QK_HEAD_DIM_ROUNDED], tl.float32)
@@ -176,14 +178,14 @@ def backward_dq(
     full_hi = KV_LEN // BLOCK_N
     full_hi = tl.minimum(tl.maximum(full_hi, lo), hi)
     grad_query = accumulate(
-        grad_query, query, grad_output, row_shift, delta,
+        grad_query, query, grad_output, row_shift, row_tail, delta,
         key_ptr, key_stride_kv, value_ptr, value_stride_kv, KV_LEN, b,
         h, q_idx, row_exists,
         table_size0, table_ptr, grad_table_ptr, grad_table_stride0,
         lo, full_hi, False,
     )
     grad_query = accumulate(
-        grad_query, query, grad_output, row_shift, delta,
+        grad_query, query, grad_output, row_shift, row_tail, delta,
         key_ptr, key_stride_kv, value_ptr, value_stride_kv, KV_LEN, b,
         h, q_idx, row_exists,
         table_size0, table_ptr, grad_table_ptr, grad_table_stride0,

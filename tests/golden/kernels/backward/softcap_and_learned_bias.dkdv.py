@@ -78,8 +78,8 @@ def scatter_bias(
 @triton.jit
 def accumulate(
     grad_key, grad_value, grad_bias, key, value,
-    query_ptr, query_stride_q, grad_output_ptr, grad_output_stride_q, row_shift_ptr, delta_ptr, b, h,
-    kv_idx,
+    query_ptr, query_stride_q, grad_output_ptr, grad_output_stride_q, row_shift_ptr, logsumexp_tail_ptr, delta_ptr, b,
+    h, kv_idx,
     bias_ptr, bias_stride0, bias_size0, bias_size1, grad_bias_ptr,
     grad_bias_stride0, grad_bias_stride1,
     first, last, gap_0, width_0, CHECKED: tl.constexpr,
@@ -96,13 +96,14 @@ def accumulate(
         q_idx = q_start + tl.arange(0, BLOCK_M)
         query = tl.load(query_ptr + q_idx[:, None] * query_stride_q + qk_dim[None, :])
         row_shift = tl.load(row_shift_ptr + q_idx)
+        row_tail = tl.load(logsumexp_tail_ptr + q_idx)
         delta = tl.load(delta_ptr + q_idx)
         score = tl.dot(key, query.T)
         score = score * SM_SCALE
         modified = score_mod(
             score, b, h, q_idx[None, :], kv_idx[:, None], bias_ptr, bias_stride0, bias_size0, bias_size1,
         )
-        weight = tl.exp2((modified - row_shift[None, :]) * LOG2_E)
+        weight = tl.exp2((modified - row_shift[None, :] - row_tail[None, :]) * LOG2_E)
         if CHECKED:
             live = mask_mod(b, h, q_idx[None, :], kv_idx[:, None])
             weight = tl.where(live, weight, 0.0)
@@ -130,6 +131,7 @@ def backward_dkdv(
     grad_key_ptr,
     grad_value_ptr,
     row_shift_ptr,
+    logsumexp_tail_ptr,
     delta_ptr,
     query_stride_b,
     query_stride_h,
@@ -199,16 +201,16 @@ def backward_dkdv(
         full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
         grad_key, grad_value, grad_bias = accumulate(
             grad_key, grad_value, grad_bias, key, value,
-            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, delta_ptr + aux_offset,
-            b, h, kv_idx,
+            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
+            delta_ptr + aux_offset, b, h, kv_idx,
             bias_ptr, bias_stride0, bias_size0, bias_size1, grad_bias_ptr,
             grad_bias_stride0, grad_bias_stride1,
             full_lo, full_hi, full_hi, 0, False,
         )
         grad_key, grad_value, grad_bias = accumulate(
             grad_key, grad_value, grad_bias, key, value,
-            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, delta_ptr + aux_offset,
-            b, h, kv_idx,
+            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
+            delta_ptr + aux_offset, b, h, kv_idx,
             bias_ptr, bias_stride0, bias_size0, bias_size1, grad_bias_ptr,
             grad_bias_stride0, grad_bias_stride1,
             lo, hi, full_lo, full_hi - full_lo, True,

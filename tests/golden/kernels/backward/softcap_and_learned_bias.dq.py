@@ -58,7 +58,7 @@ def score_grad(score, grad, b, h, q_idx, kv_idx):
 
 @triton.jit
 def accumulate(
-    grad_query, query, grad_output, row_shift, delta,
+    grad_query, query, grad_output, row_shift, row_tail, delta,
     key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,
     bias_ptr, bias_stride0, bias_size0, bias_size1,
     first, last, CHECKED: tl.constexpr,
@@ -75,7 +75,7 @@ def accumulate(
         modified = score_mod(
             score, b, h, q_idx[:, None], kv_idx[None, :], bias_ptr, bias_stride0, bias_size0, bias_size1,
         )
-        weight = tl.exp2((modified - row_shift[:, None]) * LOG2_E)
+        weight = tl.exp2((modified - row_shift[:, None] - row_tail[:, None]) * LOG2_E)
         if CHECKED:
             live = mask_mod(b, h, q_idx[:, None], kv_idx[None, :])
             weight = tl.where(live, weight, 0.0)
@@ -97,6 +97,7 @@ def backward_dq(
     grad_output_ptr,
     grad_query_ptr,
     row_shift_ptr,
+    logsumexp_tail_ptr,
     delta_ptr,
     query_stride_b,
     query_stride_h,
@@ -142,6 +143,7 @@ def backward_dq(
     grad_output = tl.load(grad_output_ptr + q_idx[:, None] * grad_output_stride_q + v_dim[None, :])
     aux_offset = (batch * Q_HEADS + head) * Q_LEN + q_idx
     row_shift = tl.load(row_shift_ptr + aux_offset)
+    row_tail = tl.load(logsumexp_tail_ptr + aux_offset)
     delta = tl.load(delta_ptr + aux_offset)
 
     grad_query = tl.zeros([BLOCK_M, QK_HEAD_DIM_ROUNDED], tl.float32)
@@ -153,14 +155,14 @@ def backward_dq(
     full_hi = tl.minimum(q_lo + 1, KV_LEN) // BLOCK_N
     full_hi = tl.minimum(tl.maximum(full_hi, lo), hi)
     grad_query = accumulate(
-        grad_query, query, grad_output, row_shift, delta,
+        grad_query, query, grad_output, row_shift, row_tail, delta,
         key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h,
         q_idx,
         bias_ptr, bias_stride0, bias_size0, bias_size1,
         lo, full_hi, False,
     )
     grad_query = accumulate(
-        grad_query, query, grad_output, row_shift, delta,
+        grad_query, query, grad_output, row_shift, row_tail, delta,
         key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h,
         q_idx,
         bias_ptr, bias_stride0, bias_size0, bias_size1,
