@@ -111,9 +111,10 @@ def main() -> None:
     for head_dim in args.head_dim:
         problem = Problem(2, 2048 // head_dim, args.length, head_dim)
         rows += run(problem, args.case, args.rounds, variants, peers=args.peers)
+        if args.out:  # after each head dim, so that a stop loses little
+            results = {"environment": environment("backward"), "rows": rows}
+            args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(table(rows))
-    if args.out:
-        args.out.write_text(json.dumps({"environment": environment("backward"), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -141,9 +141,10 @@ def main() -> None:
         rows += run(
             Problem(2, 2048 // head_dim, args.length, head_dim), args.case, args.rounds, variants, peers=args.peers
         )
+        if args.out:  # after each head dim, so that a stop loses little
+            results = {"environment": environment("forward"), "rows": rows}
+            args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(table(rows))
-    if args.out:
-        args.out.write_text(json.dumps({"environment": environment("forward"), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
