@@ -19,13 +19,14 @@ from flexgen.capture.rebuild import CannotSubstitute, substitute
 from flexgen.capture.slots import Slot, SlotKind, discover, with_hidden_tensors
 from flexgen.capture.tensors import CapturedTensors
 from flexgen.capture.traceable import Reader, reader_of
-from flexgen.errors import OptionError
+from flexgen.errors import CaptureError, OptionError
 from flexgen.ir.graph import Buffer, Graph, Mods, Scalar, topological
 from flexgen.ir.origins import Origin, Origins
 from flexgen.ir.sizes import split_size_name
 
 Mod = Callable[..., object]
 
+_MAX_ATTEMPTS = 4  # a value may change while it is traced, but not every time
 _MAX_VARIANTS = 16  # captures kept for values that alternate
 
 
@@ -110,12 +111,18 @@ class LiveMods:
             reading = self._known(score_dtype)  # another thread may have captured meanwhile
             if reading is not None:
                 return reading
-            variant = self._capture(score_dtype)
-            found = variant.probe(*self._mods)
-            if found is None:  # a value changed while it was traced
-                return self.current(score_dtype)
-            self._variants = (variant, *self._variants[: _MAX_VARIANTS - 1])
-            return Reading(variant.captured, *found)
+            for _ in range(_MAX_ATTEMPTS):
+                variant = self._capture(score_dtype)
+                found = variant.probe(*self._mods)
+                if found is not None:
+                    self._variants = (variant, *self._variants[: _MAX_VARIANTS - 1])
+                    return Reading(variant.captured, *found)
+        raise CaptureError(
+            "what a mod captures is different each time it is read",
+            why=f"{_MAX_ATTEMPTS} captures in a row no longer held right after they were made: something the mod reads "
+            "(an attribute made anew at every access, say, or a method of a class) never is the same object twice",
+            fix="read it once outside of the mod, and capture the value",
+        )
 
     def reader(self, captured: Captured) -> Reader:
         """Return how to read a current capture's values in Python that can itself be traced."""
