@@ -24,7 +24,7 @@ def grads_of(attention, inputs):
 
 
 def test_two_calls_before_one_backward(device):
-    """F52: each backward uses its own call's tensors, kernels and captured values."""
+    """Each backward uses its own call's tensors, kernels and captured values."""
     table = draw(24, device=device)
     attention = flexgen.compile(lambda score, b, h, q, k: score + table[k], causal)
     first = training_inputs(square(24), device)

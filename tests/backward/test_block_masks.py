@@ -37,7 +37,7 @@ def test_sizes_of_blocks(device, size, mask):
 
 
 def test_all_blocks_partial_gives_what_full_blocks_give(device):
-    """F59: the same mask with full blocks listed apart and without."""
+    """The same mask with full blocks listed apart and without."""
     shape = Shape(2, 4, 1, 128, 128)
     inputs = training_inputs(shape, device)
     listed = blocks(window_and_sinks, shape, 32, device)

@@ -40,7 +40,7 @@ def test_table_over_any_axes(device, axes):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_zero_dimensional_tensor(device, dtype):
-    """F41: a temperature that scales and shifts."""
+    """A temperature that scales and shifts."""
 
     def make(t):
         return lambda score, b, h, q, k: score * t + t
@@ -51,7 +51,7 @@ def test_zero_dimensional_tensor(device, dtype):
 
 
 def test_captured_and_unused(device):
-    """F42: a parameter that is read and dropped."""
+    """A parameter that is read and dropped."""
     weights, used = draw(4, device=device), draw(4, seed=1, device=device)
 
     def mod(score, b, h, q, k):
@@ -76,7 +76,7 @@ def test_gradient_that_reaches_no_element(device):
 
 @pytest.mark.parametrize("kind", ["bool", "int", "captured"])
 def test_score_mod_that_does_not_read_the_score(device, kind):
-    """F43: the result is a bool, an int or a table's entry; query and key get zeros."""
+    """The result is a bool, an int or a table's entry; query and key get zeros."""
     table = draw(41, device=device)
     mods = {
         "bool": fixed(lambda score, b, h, q, k: q >= k),
@@ -92,7 +92,7 @@ def test_score_mod_that_does_not_read_the_score(device, kind):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_gradient_has_the_dtype_of_the_tensor(device, dtype):
-    """F45: accumulated in float32, returned in the tensor's dtype."""
+    """Accumulated in float32, returned in the tensor's dtype."""
     inputs = training_inputs(SHAPE, device, dtype=torch.bfloat16)
     if dtype == torch.float64 and device.type == "cuda":
         pytest.skip("float64 tables are for the interpreter")
@@ -117,7 +117,7 @@ def test_narrow_gradient_is_accumulated_wide(device):
 
 @pytest.mark.parametrize("tiles", [{}, TILES])
 def test_relative_positions_head_scales_and_one_slot(device, tiles):
-    """F47: a table of 2S - 1 by distance, one of heads, and a constant slot; lanes past the lengths add nothing."""
+    """A table of 2S - 1 by distance, one of heads, and a constant slot; lanes past the lengths add nothing."""
     length = 50
     relative, heads, slot = draw(2 * length - 1, device=device), draw(3, seed=1, device=device), draw(2, device=device)
 
@@ -138,7 +138,7 @@ def test_gather_through_an_index_table(device):
 
 
 def test_indices_out_of_reach_of_the_mask_add_nothing(device):
-    """F13: the mask forbids the key that lies past the table's end."""
+    """The mask forbids the key that lies past the table's end."""
     table = draw(31, device=device)
     mask = lambda b, h, q, k: (k < 31) & (q >= k)  # noqa: E731
     check_masked_table(training_inputs(square(32), device), table, mask)
@@ -189,7 +189,7 @@ def test_tensor_captured_by_score_and_mask(device):
 
 @pytest.mark.parametrize("terms", [4, 64])
 def test_dot_of_captured_rows(device, terms):
-    """F50: score plus a sum of products of two captured rows."""
+    """Score plus a sum of products of two captured rows."""
     shape = Shape(1, 4, 2, 9, 11)
     rows = draw(1, 4, 9, terms, device=device)
     columns = draw(1, 2, 11, terms, seed=1, device=device)

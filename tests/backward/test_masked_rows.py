@@ -23,7 +23,7 @@ def some_rows_are_empty(b, h, q, k):
 
 @pytest.mark.parametrize("options", [{}, {"BLOCK_M1": 16, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 16}])
 def test_segments_with_rows_that_see_nothing(device, options):
-    """F02: the second half sees ever more of the first; every group's leader sees nothing."""
+    """The second half sees ever more of the first; every group's leader sees nothing."""
     t = 64
 
     def mask(b, h, q, k):
@@ -52,7 +52,7 @@ def test_no_row_has_a_live_key(device):
 
 @pytest.mark.parametrize(("length", "rows"), [(8, True), (96, False)])
 def test_score_mod_drops_keys_with_minus_infinity(device, length, rows):
-    """F04: whole rows at -inf, and first tiles of keys at -inf for every row."""
+    """Whole rows at -inf, and first tiles of keys at -inf for every row."""
 
     def mod(score, b, h, q, k):
         return torch.where(q >= 4 if rows else k >= 60, score, -INFINITE)
@@ -81,7 +81,7 @@ def test_learned_bias_where_others_are_minus_infinity(device):
 
 
 def test_softmax_over_one_key_has_no_gradient(device):
-    """F11: it is constant, also for scores of 30 in half precision; what is left is the order of two sums."""
+    """It is constant, also for scores of 30 in half precision; what is left is the order of two sums."""
     inputs = training_inputs(square(1), device, dtype=torch.float16, spread=3.0)
     out = flexgen.compile()(*inputs)
     grad_output = torch.randn_like(out)
@@ -92,7 +92,7 @@ def test_softmax_over_one_key_has_no_gradient(device):
 
 
 def test_large_scores_with_few_keys(device):
-    """F11: 256 queries on 3 keys, aligned at the end, so that most rows see all or nothing."""
+    """256 queries on 3 keys, aligned at the end, so that most rows see all or nothing."""
     inputs = training_inputs(Shape(1, 1, 1, 256, 3), device, dtype=torch.float16, spread=3.0)
     grads = check_backward(inputs, None, lambda b, h, q, k: q + 3 - 256 >= k)
     assert all(torch.isfinite(grad).all() for grad in grads)
@@ -116,7 +116,7 @@ def check_far(inputs, mod):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_of_output_and_logsumexp(device, dtype):
-    """F10: loss = (out * exp(lse)).sum() + lse.sum()."""
+    """Loss = (out * exp(lse)).sum() + lse.sum()."""
     inputs = training_inputs(square(40), device, dtype=dtype)
     check_backward(inputs, None, causal, use_lse=True)
     if dtype == torch.float32:

@@ -32,7 +32,7 @@ def biased(table):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(16, 16), (16, 48), (80, 32), (20, 36)])
 def test_dtypes_and_head_dims(device, dtype, head_dim, v_head_dim):
-    """F35 and F36: values have other extents than queries and keys, narrower and wider."""
+    """Values have other extents than queries and keys, narrower and wider."""
     inputs = training_inputs(Shape(1, 2, 1, 40, 40), device, dtype=dtype, head_dim=head_dim, v_head_dim=v_head_dim)
     grads = check_backward(inputs, softcapped, causal)
     assert [grad.shape for grad in grads] == [tensor.shape for tensor in inputs]
@@ -102,7 +102,7 @@ def test_nothing_to_attend_has_gradients_of_zero(device, batch, q_len, kv_len):
 
 
 def test_packed_query_key_value(device):
-    """F30: one buffer [B, S, 3, H, D], of which query, key and value are views."""
+    """One buffer [B, S, 3, H, D], of which query, key and value are views."""
     packed = draw(2, 40, 3, 2, 16, device=device)
     views = packed.permute(2, 0, 3, 1, 4).unbind()
     grads = check_backward(Inputs(*views), softcapped, causal)
@@ -125,7 +125,7 @@ def test_tensors_are_expanded(device):
 
 
 def test_keys_are_a_slice_of_a_longer_buffer(device):
-    """F29: strides of a slice, after a call with contiguous tensors of the same rank."""
+    """Strides of a slice, after a call with contiguous tensors of the same rank."""
     attention = flexgen.compile(None, causal)
     check_backward(training_inputs(square(48), device), None, causal, attention=attention)
     buffers = [draw(1, 1, 64, 16, seed=seed, device=device) for seed in range(2)]

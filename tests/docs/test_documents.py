@@ -37,7 +37,7 @@ GIVEN: dict[str, dict[str, object]] = {"options.md": {"flexgen": flexgen, "score
 # Parts of the project that a document may name by path.
 PATH = re.compile(r"(?:flexgen|tests|docs|examples|benchmarks|\.ci)/[\w./*-]*")
 CAPITALS = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
-FORBIDDEN = re.compile(r"/work/|/tmp/|/root/|/home/|\bissue #?\d|(?<!\w)#\d+\b|\bTODO\b")
+FORBIDDEN = re.compile(r"/(work|tmp|root|home)/|\bissue #?\d|(?<!\w)#\d+\b|\bTODO\b")
 
 
 @needs_triton

@@ -17,7 +17,7 @@ from flexgen.lowering.triton.tiles import Tile, TileShape, captured_loads
 from flexgen.options import KernelOptions
 from flexgen.problem import Guard, Problem, TableForm
 
-# A walk over a list reads an index before it can ask for that tile: one stage more keeps the copies ahead. Not measured.
+# A walk over a list reads an index before it can ask for that tile: one stage more keeps copies ahead. Not measured.
 LISTED_STAGES = 3
 
 
