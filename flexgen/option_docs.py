@@ -105,8 +105,8 @@ OPTION_DOCS: Mapping[str, OptionDoc] = MappingProxyType(
         "BACKEND": OptionDoc(
             "AUTO, TRITON, TRITON_DECODE, GLUON",
             "AUTO",
-            "Which kind of kernel to emit. This version has TRITON; the others are refused. torch's FLASH is not part "
-            "of flexgen.",
+            "Which kind of kernel to emit. AUTO takes GLUON on sm_90 where it applies and wins, TRITON elsewhere; "
+            "GLUON where it does not apply, TRITON_DECODE (not here yet) and torch's FLASH are refused with a reason.",
             "TRITON",
         ),
         "kpack": OptionDoc("1, 2", "Triton's", "Elements packed for each matrix instruction's operand.", 2, AMD),

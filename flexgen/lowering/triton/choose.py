@@ -86,12 +86,18 @@ def choose_forward(question: Question) -> ForwardPlan:
     )
 
 
+_NOT_BUILT = {
+    "TRITON_DECODE": "no kernel splits the keys of a decode step over programs yet",
+    "GLUON": "only forward kernels are built in Gluon so far",
+}
+
+
 def decide_backend(question: Question, answers: Answers) -> None:
     asked = question.options.BACKEND
-    if asked in ("TRITON_DECODE", "GLUON"):
+    if asked in _NOT_BUILT:
         raise OptionError(
             f"BACKEND={asked!r} is not available for this kernel",
-            why="only the plain Triton backend has been built so far",
+            why=_NOT_BUILT[asked],
             fix="leave BACKEND at 'AUTO' or use 'TRITON'; fwd_BACKEND and bwd_BACKEND choose apart",
         )
     selecting = [n for n in ("FORCE_USE_FLEX_ATTENTION", "USE_SUBTILING", "USE_TMA") if getattr(question.options, n)]
