@@ -120,7 +120,7 @@ class LiveMods:
         raise CaptureError(
             "what a mod captures is different each time it is read",
             why=f"{_MAX_ATTEMPTS} captures in a row no longer held right after they were made: something the mod reads "
-            "(an attribute made anew at every access, say, or a method of a class) never is the same object twice",
+            "(an attribute made anew at every access, say) never is the same object twice",
             fix="read it once outside of the mod, and capture the value",
         )
 

@@ -84,6 +84,7 @@ class _Rebuilder:
             StepKind.GLOBAL: namespace,
             StepKind.DEFAULT: defaults,
             StepKind.KEYWORD_DEFAULT: keywords,
+            StepKind.ATTRIBUTE: new.__dict__,
         }
         for child in children:
             if child.step.kind is StepKind.CELL:

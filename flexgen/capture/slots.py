@@ -227,11 +227,19 @@ def _attribute_steps(value: object, attributes: tuple[str, ...]) -> Iterator[Ste
     """Yield the attributes, among those that the code names, that an object holds itself or finds on its class."""
     own = getattr(value, "__dict__", {})
     for name in attributes:
-        if name in own:
+        if name in own and not (isinstance(value, type) and isinstance(own[name], staticmethod | classmethod)):
             yield Step(StepKind.ATTRIBUTE, name, f"{{}}.{name}", name, ("attribute", id(value), name), own[name])
-        else:
+        else:  # a method of a class, too: reading it gives no `staticmethod`, but what is wrapped in it
             yield from _registered_step(value, name)
     yield from _call_steps(value)
+
+
+def _own_steps(function: types.FunctionType, attributes: tuple[str, ...]) -> Iterator[Step]:
+    """Yield what a function holds in attributes that the code names."""
+    for name in attributes:
+        if name in function.__dict__:
+            place = ("attribute", id(function), name)
+            yield Step(StepKind.ATTRIBUTE, name, f"{{}}.{name}", name, place, function.__dict__[name])
 
 
 def _registered_step(value: object, name: str) -> Iterator[Step]:
@@ -291,6 +299,7 @@ def _children(slot: Slot, attributes: tuple[str, ...]) -> Iterator[Step]:
     match slot.kind:
         case SlotKind.CODE if isinstance(value, types.FunctionType):
             yield from _function_steps(value)
+            yield from _own_steps(value, attributes)
         case SlotKind.METHOD if isinstance(value, types.MethodType):
             yield from _method_steps(value)
         case SlotKind.METHOD if isinstance(value, functools.partial):

@@ -91,7 +91,7 @@ UNSEEN = pytest.mark.xfail(strict=True, reason="the place is not looked at again
 
 @pytest.mark.parametrize(
     "make",
-    [_list, *(pytest.param(make, marks=UNSEEN) for make in (_numpy_element, _set, _deque, _function_attribute))],
+    [_list, _function_attribute, *(pytest.param(make, marks=UNSEEN) for make in (_numpy_element, _set, _deque))],
 )
 def test_number_is_read_again_at_each_call(make: Any) -> None:
     mask, change = make()
@@ -111,7 +111,71 @@ class Windows:
         return 9
 
 
-@pytest.mark.xfail(strict=True, reason="a fresh capture that does not hold is captured again without end")
 def test_methods_of_a_class_may_be_called() -> None:
     mask = lambda b, h, q, k: (q - k < Windows.wide()) & (q - k > -Windows.narrow())  # noqa: E731
     assert is_right(flexgen.compile(None, mask), mask)
+
+
+class Window:
+    size = 3
+
+    @staticmethod
+    def named() -> int:
+        return Window.size
+
+    @classmethod
+    def of_class(cls) -> int:
+        return cls.size
+
+
+class Wider(Window):
+    size = 5
+
+
+METHODS = {
+    "static": lambda b, h, q, k: q - k < Window.named(),
+    "of the class": lambda b, h, q, k: q - k < Window.of_class(),
+    "of a subclass": lambda b, h, q, k: q - k < Wider.of_class(),
+    "through an instance": lambda b, h, q, k: q - k < Wider().of_class(),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_methods_of_a_class_read_is_read_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, owner = METHODS[name], Wider if name in ("of a subclass", "through an instance") else Window
+    attention = flexgen.compile(None, mask)
+    for size in (2, 7, 9):
+        monkeypatch.setattr(owner, "size", size)
+        assert is_right(attention, mask), size
+
+
+def test_a_method_of_a_class_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = lambda b, h, q, k: q - k < Window.named()  # noqa: E731
+    attention = flexgen.compile(None, mask)
+    assert is_right(attention, mask)
+    monkeypatch.setattr(Window, "named", staticmethod(lambda: 11))
+    assert is_right(attention, mask)
+
+
+def test_a_function_attribute_may_keep_changing() -> None:
+    mask, _ = _function_attribute()
+    attention = flexgen.compile(None, mask)
+    for window in (2, 9, 5):
+        mask.window = window  # type: ignore[attr-defined]
+        assert is_right(attention, mask), window
+
+
+class _MadeAnew:
+    def __get__(self, instance: object, owner: type) -> int:
+        return 3
+
+
+class Described:
+    size = _MadeAnew()
+
+
+def test_what_never_is_the_same_twice_is_refused_by_name() -> None:
+    mask = lambda b, h, q, k: q - k < Described.size  # noqa: E731
+    with pytest.raises(flexgen.CaptureError, match="different each time") as refusal:
+        is_right(flexgen.compile(None, mask), mask)
+    assert "capture the value" in str(refusal.value)
