@@ -17,9 +17,6 @@ from flexgen.lowering.triton.tiles import Tile, TileShape, captured_loads
 from flexgen.options import KernelOptions
 from flexgen.problem import Guard, Problem, TableForm
 
-# A walk over a list reads an index before it can ask for that tile: one stage more keeps copies ahead. Not measured.
-LISTED_STAGES = 3
-
 
 def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
     """Decide every template variable of a backward kernel.
@@ -81,14 +78,13 @@ def _own_tile(options: KernelOptions, kernel: BackwardKernel) -> KernelOptions:
     return dataclasses.replace(options, **{"BLOCK_M": None, "BLOCK_N": None, **named})
 
 
-def _tile(question: Question, answers: Answers, task: BackwardTask, least_stages: int = 1) -> None:
+def _tile(question: Question, answers: Answers, task: BackwardTask) -> None:
     problem = question.problem
     itemsize = problem.query_dtype.itemsize
     qk, v = answers["QK_HEAD_DIM_ROUNDED"], answers["V_HEAD_DIM_ROUNDED"]
     shape = TileShape(qk, v, itemsize, itemsize, itemsize, captured_loads(question.mods))
     first, origin = preferred(problem.query_dtype, max(qk, v), question.target, task.kernel)
     first = _fit_lengths(first, question)
-    first = dataclasses.replace(first, num_stages=max(first.num_stages, least_stages))
     choose.settle_tile(question, answers, first, origin, shape, BackwardPhysics(task.kernel, task.kept_tiles))
 
 
@@ -98,12 +94,7 @@ def _tile_with_its_table(question: Question, answers: Answers, task: BackwardTas
     The forward's table would do where its blocks are whole tiles, but its larger blocks are visited in full where only
     a part of them is live. Where they are of one size, as measured to be the best on Hopper, it is the same table.
     """
-    _tile(
-        dataclasses.replace(question, problem=dataclasses.replace(question.problem, table=None)),
-        answers,
-        task,
-        LISTED_STAGES,
-    )
+    _tile(dataclasses.replace(question, problem=dataclasses.replace(question.problem, table=None)), answers, task)
     form = TableForm(answers["BLOCK_M"], answers["BLOCK_N"], True, derived=True)
     return dataclasses.replace(question, problem=dataclasses.replace(question.problem, table=form))
 
