@@ -18,8 +18,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import flexgen
+from benchmarks.about import environment
 from benchmarks.cases import Case, cases
-from benchmarks.forward import Problem, environment, inputs, table
+from benchmarks.forward import Problem, inputs, table
 from benchmarks.timing import Contender, interleaved
 
 Gradients = tuple[torch.Tensor, ...]

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexgen
+from benchmarks.about import environment
 from benchmarks.cases import documents
 
 Make = Callable[[], Any]
@@ -93,17 +91,6 @@ def run(lengths: list[int], rounds: int, torch_up_to: int) -> list[dict[str, Any
     return rows
 
 
-def environment() -> dict[str, str]:
-    return {
-        "device": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "command": "python -m benchmarks.block_table " + " ".join(sys.argv[1:]),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, nargs="*", default=[8192, 131072, 524288, 1048576])
@@ -113,7 +100,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = run(args.length, args.rounds, args.torch_up_to)
     if args.out:
-        args.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps({"environment": environment("block_table"), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 import torch
 
 import flexgen
+from benchmarks.about import environment
 from tests.corpus.case import Case, Shape
 from tests.corpus.masks import MASKS
 from tests.corpus.scores import SCORES
@@ -98,19 +97,12 @@ def main() -> None:
             if case.fits(SHAPE):
                 rows.append(measure(kind, case))
                 print(f"{kind} {case.name}: " + ", ".join(f"{ms:.1f}" for ms in rows[-1].milliseconds), file=sys.stderr)
-    about = {
-        "date": time.strftime("%Y-%m-%d"),
-        "flexgen": flexgen.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU used",
-        "command": "python -m benchmarks.compile_time " + " ".join(sys.argv[1:]),
-    }
+    about = environment("compile_time", gpu=False)
     text = report(rows, about)
     print(text)
     if arguments.out:
         (arguments.out / "compile_time.md").write_text(text, encoding="utf-8")
-        data = {"about": about, "steps": STEPS, "rows": [asdict(row) for row in rows]}
+        data = {"environment": about, "steps": STEPS, "rows": [asdict(row) for row in rows]}
         (arguments.out / "compile_time.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 

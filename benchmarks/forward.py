@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import flexgen
+from benchmarks.about import environment
 from benchmarks.cases import Case, cases
 from benchmarks.timing import Contender, interleaved
 
@@ -112,17 +109,6 @@ def table(rows: list[dict], header: bool = True) -> str:
         wrong = f" WRONG {row['wrong']}" if row["wrong"] else ""
         lines.append(f"| {row['head_dim']} | {row['case']} | " + " | ".join(cells) + f" | {best:.2f}{wrong} |")
     return "\n".join(lines)
-
-
-def environment(module: str) -> dict[str, str]:
-    return {
-        "device": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "command": f"python -m benchmarks.{module} " + " ".join(sys.argv[1:]),
-    }
 
 
 def main() -> None:

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 import flexgen
+from benchmarks.about import environment
 from benchmarks.cases import alibi, cases, causal, documents, prefix, softcap, window
 from benchmarks.timing import interleaved
 
@@ -423,14 +423,10 @@ def report(said: list[dict[str, Any]], errors: dict[str, str]) -> None:
         print(f"| {row['head_dim']} | {row['case']} | {cells} | {ratio:.2f} |" + (f" APART {wrong}" if wrong else ""))
 
 
-def versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "triton": triton.__version__}
-
-
 def record(results: Path) -> None:
     """Write tests/gpu_verified.json from the results of a run: what was checked, by the digest of its code."""
     found = json.loads(results.read_text())
-    about = found["environment"]
+    about = {name: found["environment"][name] for name in ("device", "date", "torch", "triton")}
     kernels = {
         row["digest"]: {"check": row["check"], "error": round(row["error"], 5), **about}
         for row in found["said"]
@@ -466,8 +462,9 @@ def main() -> None:
     said = [] if args.compile_only else supervise(args.only, args.head_dim, deadline)
     report(said, errors)
     if args.out:
-        about = {"device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), **versions()}
-        args.out.write_text(json.dumps({"environment": about, "said": said, "errors": errors}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"environment": environment("gluon_check"), "said": said, "errors": errors}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +20,7 @@ from typing import Any
 import torch
 
 import flexgen
+from benchmarks.about import environment
 from benchmarks.cases import cases
 from benchmarks.gym_masks import gym_masks, gym_queries
 from flexgen.capture.live import LiveMods
@@ -190,17 +188,6 @@ def _ranges(mask: MaskSubject, direction: Direction, columns: int) -> Iterator[t
 # The report.
 
 
-def environment() -> dict[str, Any]:
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "flexgen": flexgen.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU used",
-        "command": "python -m benchmarks.mask_exactness " + " ".join(sys.argv[1:]),
-    }
-
-
 def report(rows: Sequence[Row], about: dict[str, Any]) -> str:
     lines = ["# Exactness of mask analysis", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
     lines += [
@@ -294,12 +281,13 @@ def main() -> None:
             print(
                 f"{row.length} {row.source} {row.mask}: {row.tier}, {_cell(row)}, {row.analysis_ms:.1f} ms", flush=True
             )
-    text = report(rows, environment())
+    about = environment("mask_exactness", gpu=False)
+    text = report(rows, about)
     if args.out is None:
         print(text)
         return
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "mask_exactness.json").write_text(_json(rows, environment()))
+    (args.out / "mask_exactness.json").write_text(_json(rows, about))
     (args.out / "mask_exactness.md").write_text(text)
 
 
