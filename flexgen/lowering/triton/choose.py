@@ -68,22 +68,25 @@ def choose_forward(question: Question) -> ForwardPlan:
     answers = Answers()
     for decide in _ORDER:
         decide(question, answers)
-    names = {field.name for field in dataclasses.fields(ForwardPlan)}
-    values: dict[str, Any] = {decision.name: decision.value for decision in answers.decisions if decision.name in names}
-    problem = question.problem
-    return ForwardPlan(
-        target=question.target,
-        schedule=question.schedule,
-        query_dtype=problem.query_dtype,
-        key_dtype=problem.key_dtype,
-        value_dtype=problem.value_dtype,
-        accumulator_dtype=problem.accumulator_dtype,
-        unit_stride=problem.unit_stride,
-        wide=question.guard.wide,
-        wide_index=question.guard.wide_index,
-        decisions=tuple(answers.decisions),
-        **values,
-    )
+    return ForwardPlan(**plan_fields(question, answers, ForwardPlan))
+
+
+def plan_fields(question: Question, answers: Answers, plan: type) -> dict[str, Any]:
+    """Return what a plan's fields are called and are: what was decided, and what the kernel's question says."""
+    problem, guard = question.problem, question.guard
+    names = {field.name for field in dataclasses.fields(plan)}
+    return {decision.name: decision.value for decision in answers.decisions if decision.name in names} | {
+        "target": question.target,
+        "schedule": question.schedule,
+        "query_dtype": problem.query_dtype,
+        "key_dtype": problem.key_dtype,
+        "value_dtype": problem.value_dtype,
+        "accumulator_dtype": problem.accumulator_dtype,
+        "unit_stride": problem.unit_stride,
+        "wide": guard.wide,
+        "wide_index": guard.wide_index,
+        "decisions": tuple(answers.decisions),
+    }
 
 
 _NOT_BUILT = {

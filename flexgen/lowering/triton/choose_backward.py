@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.rounding import round_up_to_power_of_two
@@ -43,25 +42,8 @@ def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
     _scale(question, answers)
     choose.decide_arithmetic(question, answers)
     choose.decide_amd(question, answers)
-    names = {field.name for field in dataclasses.fields(BackwardPlan)}
-    values: dict[str, Any] = {d.name: d.value for d in answers.decisions if d.name in names - {"scatter"}}
-    problem = question.problem
-    return BackwardPlan(
-        kernel=task.kernel,
-        target=question.target,
-        schedule=question.schedule,
-        scatter=task.scatter,
-        accumulation=task.accumulation,
-        query_dtype=problem.query_dtype,
-        key_dtype=problem.key_dtype,
-        value_dtype=problem.value_dtype,
-        accumulator_dtype=problem.accumulator_dtype,
-        unit_stride=problem.unit_stride,
-        wide=question.guard.wide,
-        wide_index=question.guard.wide_index,
-        decisions=tuple(answers.decisions),
-        **values,
-    )
+    fields = choose.plan_fields(question, answers, BackwardPlan)
+    return BackwardPlan(**fields | {"kernel": task.kernel, "scatter": task.scatter, "accumulation": task.accumulation})
 
 
 def _task(task: BackwardTask, answers: Answers) -> None:
