@@ -15,15 +15,22 @@ def wrap_long_lines(text: str) -> str:
 def _wrap(line: str) -> list[str]:
     if len(line) <= WIDTH or line.lstrip().startswith(("#", '"""')):
         return [line]
+    indent = " " * (len(line) - len(line.lstrip()))
     opening = _outermost_call(line)
     if opening is None:
-        return [line]
+        return [f"{indent}{row}," for row in _rows(_arguments(line), WIDTH - len(indent))] or [line]
     closing = _matching(line, opening)
     assert closing is not None
-    indent = " " * (len(line) - len(line.lstrip()))
     args = _split(line[opening + 1 : closing])
     inner = [piece for row in _rows(args, WIDTH - len(indent) - 4) for piece in _wrap(f"{indent}    {row},")]
     return [line[: opening + 1], *inner, *_wrap(f"{indent}{line[closing:]}")]
+
+
+def _arguments(line: str) -> list[str]:
+    """Return the arguments on a line of a call that stands on several lines; none if the line is anything else."""
+    text = line.strip()
+    whole = text.endswith(",") and text.count("(") == text.count(")")
+    return _split(text[:-1]) if whole else []
 
 
 def _rows(args: list[str], width: int) -> list[str]:

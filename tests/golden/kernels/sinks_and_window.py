@@ -148,7 +148,8 @@ def forward(
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, query,
         key_ptr, key_stride_kv, value_ptr, value_stride_kv, b, h, q_idx,
-        lo_0, hi_1, full_lo_0, full_hi_0 - full_lo_0, hi_0, lo_1 - hi_0, full_lo_1, full_hi_1 - full_lo_1, True,
+        lo_0, hi_1, full_lo_0, full_hi_0 - full_lo_0, hi_0, lo_1 - hi_0, full_lo_1, full_hi_1 - full_lo_1,
+        True,
     )
 
     output = acc / row_sum[:, None]

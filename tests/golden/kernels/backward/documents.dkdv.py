@@ -165,7 +165,8 @@ def backward_dkdv(
         last = tl.load(q_num_blocks_ptr + line_of_blocks)
         grad_key, grad_value = accumulate(
             grad_key, grad_value, key, value,
-            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, delta_ptr + aux_offset,
+            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
+            row_shift_ptr + aux_offset, delta_ptr + aux_offset,
             Q_LEN, b, h, kv_idx,
             document_id_ptr, document_id_size0,
             q_indices_ptr + listed,
@@ -177,7 +178,8 @@ def backward_dkdv(
         last = tl.load(full_q_num_blocks_ptr + line_of_blocks)
         grad_key, grad_value = accumulate(
             grad_key, grad_value, key, value,
-            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, delta_ptr + aux_offset,
+            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
+            row_shift_ptr + aux_offset, delta_ptr + aux_offset,
             Q_LEN, b, h, kv_idx,
             document_id_ptr, document_id_size0,
             q_indices_ptr + listed,

@@ -37,7 +37,8 @@ def score_mod(score, b, h, q_idx, kv_idx, table_size0, table_ptr):
 @triton.jit
 def accumulate(
     grad_key, grad_value, key, value,
-    query_ptr, query_stride_q, grad_output_ptr, grad_output_stride_q, row_shift_ptr, logsumexp_tail_ptr, delta_ptr, Q_LEN,
+    query_ptr, query_stride_q, grad_output_ptr, grad_output_stride_q, row_shift_ptr, logsumexp_tail_ptr,
+    delta_ptr, Q_LEN,
     b, h, kv_idx,
     table_size0, table_ptr,
     first, last, CHECKED: tl.constexpr,
@@ -162,14 +163,16 @@ def backward_dkdv(
     full_hi = tl.minimum(tl.maximum(full_hi, lo), hi)
     grad_key, grad_value = accumulate(
         grad_key, grad_value, key, value,
-        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
+        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
+        row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
         delta_ptr + aux_offset, Q_LEN, b, h, kv_idx,
         table_size0, table_ptr,
         lo, full_hi, False,
     )
     grad_key, grad_value = accumulate(
         grad_key, grad_value, key, value,
-        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
+        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
+        row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
         delta_ptr + aux_offset, Q_LEN, b, h, kv_idx,
         table_size0, table_ptr,
         full_hi, hi, True,

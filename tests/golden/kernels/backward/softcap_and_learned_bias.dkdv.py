@@ -78,7 +78,8 @@ def scatter_bias(
 @triton.jit
 def accumulate(
     grad_key, grad_value, grad_bias, key, value,
-    query_ptr, query_stride_q, grad_output_ptr, grad_output_stride_q, row_shift_ptr, logsumexp_tail_ptr, delta_ptr, b,
+    query_ptr, query_stride_q, grad_output_ptr, grad_output_stride_q, row_shift_ptr, logsumexp_tail_ptr,
+    delta_ptr, b,
     h, kv_idx,
     bias_ptr, bias_stride0, bias_size0, bias_size1, grad_bias_ptr,
     grad_bias_stride0, grad_bias_stride1,
@@ -201,7 +202,8 @@ def backward_dkdv(
         full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
         grad_key, grad_value, grad_bias = accumulate(
             grad_key, grad_value, grad_bias, key, value,
-            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
+            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
+            row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
             delta_ptr + aux_offset, b, h, kv_idx,
             bias_ptr, bias_stride0, bias_size0, bias_size1, grad_bias_ptr,
             grad_bias_stride0, grad_bias_stride1,
@@ -209,7 +211,8 @@ def backward_dkdv(
         )
         grad_key, grad_value, grad_bias = accumulate(
             grad_key, grad_value, grad_bias, key, value,
-            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
+            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
+            row_shift_ptr + aux_offset, logsumexp_tail_ptr + aux_offset,
             delta_ptr + aux_offset, b, h, kv_idx,
             bias_ptr, bias_stride0, bias_size0, bias_size1, grad_bias_ptr,
             grad_bias_stride0, grad_bias_stride1,

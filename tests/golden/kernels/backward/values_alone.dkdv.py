@@ -113,13 +113,15 @@ def backward_dkdv(
     full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
     grad_value = accumulate(
         grad_value, key,
-        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, b,
+        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
+        row_shift_ptr + aux_offset, b,
         h, kv_idx,
         full_lo, full_hi, full_hi, 0, False,
     )
     grad_value = accumulate(
         grad_value, key,
-        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q, row_shift_ptr + aux_offset, b,
+        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
+        row_shift_ptr + aux_offset, b,
         h, kv_idx,
         lo, hi, full_lo, full_hi - full_lo, True,
     )
