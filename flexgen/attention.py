@@ -13,6 +13,7 @@ import torch
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.extras import NO_EXTRAS, Extras
 from flexgen.ir.graph import Axis
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import DEFAULT_TARGET, Target, target_named
@@ -132,13 +133,13 @@ class Attention:
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
-        wanted = aux if sinks is None else replace(aux, lse=True)
+        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, validate)
         if needs_operator(query):
             if query.is_nested:
                 check_tensors(*tensors, self.options.layout)
-            outputs = self._through_operator(tensors, scale, wanted, block_table, validate)
+            outputs = self._through_operator(tensors, extras)
         else:
-            outputs = self.run(self._read(*tensors), tensors, scale, wanted, block_table, validate)
+            outputs = self.run(self._read(*tensors), tensors, extras)
         if sinks is not None:
             outputs |= self._with_sinks(outputs, sinks)
         return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
@@ -153,28 +154,27 @@ class Attention:
         self,
         reading: Reading,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        scale: float | None,
-        aux: AuxRequest,
-        block_table: Any = None,
-        validate: bool = False,
+        extras: Extras,
     ) -> dict[str, torch.Tensor]:
         """Run a call whose captured values have been read, recorded for autograd where that is wanted.
 
         Args:
             reading: what to run, and the captured values; need not be of this Attention's own mods.
             tensors: query, key and value.
-            aux: which outputs to return; more may be.
+            extras: the call's other arguments; more outputs than it asks for may be returned.
 
         Returns:
             "output" in the query's layout, "logsumexp" and "max_scores".
         """
         query, key, value = tensors
         records = grad_is_needed(query, key, value, reading.buffers)
-        aux = replace(aux, lse=True) if records else aux  # the backward recomputes weights from it
-        prepared, buffers = self._ready(reading, tensors, scale, aux, block_table, validate)
-        lists = self._tables.lists(prepared.request, block_table, Values(reading.buffers, buffers, reading.scalars))
+        if records:  # the backward recomputes weights from it
+            extras = replace(extras, aux=replace(extras.aux, lse=True))
+        prepared, buffers = self._ready(reading, tensors, extras)
+        values = Values(reading.buffers, buffers, reading.scalars)
+        lists = self._tables.lists(prepared.request, extras.block_table, values)
         if records:
-            outputs = self._recorded(prepared, reading, tensors, buffers, lists, block_table)
+            outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras.block_table)
         else:
             outputs = prepared.run(query, key, value, buffers, reading.scalars, lists)
         if self.options.layout == "bshd":
@@ -185,54 +185,46 @@ class Attention:
         self,
         reading: Reading,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        scale: float | None,
-        aux: AuxRequest,
-        block_table: Any,
-        validate: bool,
+        extras: Extras,
     ) -> tuple[Prepared, Any]:
         """Return the prepared launch for calls of this form, and the captured tensors on the call's device."""
-        form = self._form(reading, *tensors, scale, aux, block_table)
-        prepared = None if validate else self._prepared.get(form)
+        form = self._form(reading, *tensors, extras)
+        prepared = None if extras.validate else self._prepared.get(form)
         if prepared is not None:
             return prepared, reading.buffers
-        target = target_of(tensors[0].device)
-        call = self._describe(reading, *tensors, scale, aux, block_table, validate, target)
-        return self._prepare(form, call, block_table), tuple(call.launch.buffers.values())
+        call = self._describe(reading, *tensors, extras, target_of(tensors[0].device))
+        return self._prepare(form, call, extras.block_table), tuple(call.launch.buffers.values())
 
     def gradients(
         self,
         reading: Reading,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        scale: float | None,
-        block_table: Any,
+        extras: Extras,
         saved: Saved,
         grad_output: torch.Tensor,
         grad_logsumexp: torch.Tensor | None,
         wanted: frozenset[str],
     ) -> Gradients:
         """Return the wanted gradients of a call that `run` made; see `Step.backward`."""
-        prepared, _ = self._ready(reading, tensors, scale, AuxRequest(lse=True), block_table, False)
+        prepared, _ = self._ready(reading, tensors, extras)
         return self._training.backward(prepared.basis(reading.scalars), saved, grad_output, grad_logsumexp, wanted)
 
     def _through_operator(
         self,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        scale: float | None,
-        aux: AuxRequest,
-        block_table: Any,
-        validate: bool,
+        extras: Extras,
     ) -> dict[str, torch.Tensor]:
         """Make the call as one operator that whatever traces the program can see; torch.compile traces this."""
-        if validate:
+        if extras.validate:
             refuse(
                 "validate=True was passed to a call that is being traced",
                 why="it looks at the lists' contents, which a trace does not have",
                 fix="validate the block table in a call outside of the compiled region",
             )
-        if block_table is not None:
-            self._check_mask_of(block_table)
+        if extras.block_table is not None:
+            self._check_mask_of(extras.block_table)
         form = self._operator_form(tensors[0].dtype)
-        return call_operator(form, self.score_mod, self.mask_mod, tensors, scale, aux.max_scores, block_table)
+        return call_operator(form, self.score_mod, self.mask_mod, tensors, extras)
 
     def _operator_form(self, query_dtype: torch.dtype) -> OperatorForm:
         return operator_form(self._mods, self.options, query_dtype)
@@ -286,7 +278,7 @@ class Attention:
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
         loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
         chip = target_named(target) if target else _offline_target(query)
-        call = self._describe(reading, query, key, value, scale, aux, block_table, False, chip)
+        call = self._describe(reading, query, key, value, Extras(scale, aux, block_table), chip)
         forward = self._compile(call, chip)
         values = bind(forward.source.args, call.launch, call.outputs.allocate(query.to("meta")))
         form = call.derived
@@ -326,11 +318,11 @@ class Attention:
         value = key if value is None else value
         reading = self._read(query, key, value)
         refuse_capture(query.device)
-        form = self._form(reading, query, key, value, None, AuxRequest(), None)
+        form = self._form(reading, query, key, value, NO_EXTRAS)
         request, buffers = self._requests.get(form), reading.buffers
         if request is None:
             target = target_of(query.device)
-            call = self._describe(reading, query, key, value, None, AuxRequest(), None, False, target)
+            call = self._describe(reading, query, key, value, NO_EXTRAS, target)
             request = self._tables.explicit(call.understood, call.launch, call.problem, call.guard, target)
             if request is None:
                 return None
@@ -353,11 +345,10 @@ class Attention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: Any,
-        aux: AuxRequest,
-        block_table: Any,
+        extras: Extras,
     ) -> Hashable:
         """Return what decides everything about a call but addresses and values; None where that is not settled."""
+        scale, block_table = extras.scale, extras.block_table
         if (scale is not None and type(scale) not in (float, int)) or query.is_meta:
             return None
         if reading.buffers:
@@ -370,7 +361,7 @@ class Attention:
             tensor_form(key),
             tensor_form(value),
             scale,
-            aux,
+            extras.aux,
             table_form(block_table) if block_table is not None else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]),
             self._scalar_form(reading),
@@ -390,17 +381,14 @@ class Attention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float | None,
-        aux: AuxRequest,
-        block_table: Any,
-        validate: bool,
+        extras: Extras,
         target: Target,
     ) -> _Call:
-        layout = self.options.layout
+        layout, aux = self.options.layout, extras.aux
         check_tensors(query, key, value, layout)
         query, key, value = (to_bhsd(tensor, layout) for tensor in (query, key, value))
         batch, q_heads, q_len, head_dim = query.shape
-        table = self._table(block_table, reading, query, key, validate)
+        table = self._table(extras, reading, query, key)
         launch = Launch(
             batch=batch,
             q_heads=q_heads,
@@ -408,7 +396,7 @@ class Attention:
             q_len=q_len,
             kv_len=key.shape[2],
             tensors={"query": query, "key": _broadcast(key, batch), "value": _broadcast(value, batch)},
-            scale=softmax_scale(scale, head_dim),
+            scale=softmax_scale(extras.scale, head_dim),
             table=table_lists(table) if isinstance(table, BlockTable) else {},
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
@@ -417,7 +405,7 @@ class Attention:
         outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores, tail=tail)
         problem = describe_problem(
             launch,
-            constant_scale=self._scale_is_constant(launch.scale, scale),
+            constant_scale=self._scale_is_constant(launch.scale, extras.scale),
             table=table.form if table else None,
             output_logsumexp=aux.lse,
             output_max=aux.max_scores,
@@ -433,8 +421,9 @@ class Attention:
         return _Call(understood, launch, replace(problem, table=form), guard, outputs, form)
 
     def _table(
-        self, block_table: Any, reading: Reading, query: torch.Tensor, key: torch.Tensor, validate: bool
+        self, extras: Extras, reading: Reading, query: torch.Tensor, key: torch.Tensor
     ) -> BlockTable | DerivedTable | None:
+        block_table, validate = extras.block_table, extras.validate
         if block_table is None:
             return None
         if isinstance(block_table, DerivedTable):

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.capture.traceable import Reader, read
+from flexgen.extras import Extras
 from flexgen.options import Options
 from flexgen.torch_library.block_lists import lists_of
 from flexgen.torch_library.spec import print_options, spec_of
@@ -70,21 +71,20 @@ def call_operator(
     score_mod: Any,
     mask_mod: Any,
     tensors: Tensors,
-    scale: float | None,
-    max_scores: bool,
-    block_table: Any,
+    extras: Extras,
 ) -> dict[str, torch.Tensor]:
     """Call `torch.ops.flexgen.attention`.
 
     Args:
         tensors: query, key and value in the layout of the options.
+        extras: the call's other arguments.
 
     Returns:
         "output", "logsumexp", and "max_scores", which is empty unless asked for.
     """
     captured = read(form.reader, score_mod, mask_mod)
-    lists, sizes = lists_of(block_table)
-    numbers = (captured.integers, captured.floats, scale, max_scores)
+    lists, sizes = lists_of(extras.block_table)
+    numbers = (captured.integers, captured.floats, extras.scale, extras.aux.max_scores)
     return call_with(*tensors, captured.buffers, lists, sizes, *numbers, form.spec, form.options)
 
 

@@ -11,6 +11,7 @@ import torch
 from flexgen.attention import Attention
 from flexgen.aux_outputs import AuxRequest
 from flexgen.capture.live import Reading
+from flexgen.extras import Extras
 from flexgen.ir.simplify import simplify
 from flexgen.lowering.triton.choose import scores_may_be_extreme
 from flexgen.options import Layout
@@ -68,14 +69,16 @@ def _reading(call: Arguments) -> Reading:
     return Reading(captured, tuple(call.buffers), scalars)
 
 
+def _extras(call: Arguments, *, max_scores: bool = False) -> Extras:
+    return Extras(call.scale, AuxRequest(True, max_scores), block_mask_of(call.block_lists, call.block_sizes))
+
+
 def run_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return output, logsumexp, max_scores, and the logsumexp's tail; the last two have no elements unless needed."""
     outputs = _attention(call.spec, call.options).run(
         _reading(call),
         (call.query, call.key, call.value),
-        call.scale,
-        AuxRequest(lse=True, max_scores=call.max_scores),
-        block_mask_of(call.block_lists, call.block_sizes),
+        _extras(call, max_scores=call.max_scores),
     )
     absent = call.query.new_empty(0, dtype=call.aux_dtype)
     tail = outputs.get("logsumexp_tail", absent.clone())
@@ -129,8 +132,7 @@ def run_backward(
     found = _attention(call.spec, call.options).gradients(
         _reading(call),
         (call.query, call.key, call.value),
-        call.scale,
-        block_mask_of(call.block_lists, call.block_sizes),
+        _extras(call),
         Saved(query, key, value, to_bhsd(output, layout), logsumexp, tail, tuple(call.buffers)),
         to_bhsd(grad_output, layout),
         grad_logsumexp,

@@ -10,6 +10,7 @@ import torch
 
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.capture.live import LiveMods
+from flexgen.extras import Extras
 from flexgen.options import Options
 from flexgen.torch_library.block_lists import lists_of
 from flexgen.torch_library.call import (
@@ -37,14 +38,14 @@ def call_traced(
     block_mask: Any,
 ) -> Any:
     """Call the operator with the mods' captured values as its arguments; see `flex_attention`."""
-    aux = read_aux_request(return_aux)
+    extras = Extras(scale, read_aux_request(return_aux), block_mask)
     tensors = autocast(tensors)
     if is_local(score_mod) or is_local(mask_mod):
-        outputs = _call_recorded(score_mod, mask_mod, options, tensors, scale, aux.max_scores, block_mask)
+        outputs = _call_recorded(score_mod, mask_mod, options, tensors, extras)
     else:
         form = _form(*_parts(score_mod), *_parts(mask_mod), options, tensors[0].dtype)
-        outputs = call_operator(form, score_mod, mask_mod, tensors, scale, aux.max_scores, block_mask)
-    return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+        outputs = call_operator(form, score_mod, mask_mod, tensors, extras)
+    return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, extras.aux))
 
 
 def _call_recorded(
@@ -52,9 +53,7 @@ def _call_recorded(
     mask_mod: Any,
     options: tuple[tuple[str, Any], ...],
     tensors: Tensors,
-    scale: float | None,
-    max_scores: bool,
-    block_mask: Any,
+    extras: Extras,
 ) -> dict[str, torch.Tensor]:
     dtype = tensors[0].dtype
     captured: list[torch.Tensor] = []
@@ -63,8 +62,9 @@ def _call_recorded(
     kinds = tuple([(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in captured])
     form = form_of_records(score, mask, kinds, options, dtype)
     buffers = [captured[place] for place in form.order]
-    lists, sizes = lists_of(block_mask)
-    return call_with(*tensors, buffers, lists, sizes, [], [], scale, max_scores, form.spec, form.options)
+    lists, sizes = lists_of(extras.block_table)
+    numbers: tuple[Any, ...] = ([], [], extras.scale, extras.aux.max_scores)
+    return call_with(*tensors, buffers, lists, sizes, *numbers, form.spec, form.options)
 
 
 def _parts(mod: Any) -> Parts:

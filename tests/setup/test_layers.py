@@ -27,6 +27,7 @@ LAYERS = (
         "block_mask",
         "block_states",
         "explain",
+        "extras",
         "lowered",
         "pipeline",
         "torch_library",
