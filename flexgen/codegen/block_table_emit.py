@@ -1,4 +1,4 @@
-"""Emits the kernels that derive a block table: a pure function from (mask, plan) to one module with four entries."""
+"""Emits the kernels that derive a block table: a pure function from (mask, plan) to one module with several entries."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ class TableSource:
         summaries: kernels that reduce the leaves of one axis, by the axis ("q", "kv"); absent where it has none.
         count: how many blocks each row lists.
         fill: lists them.
-        decide: evaluates the mask in those that the rule does not decide; None unless the plan is exact.
+        decide: tells their states, evaluating the mask where the rule does not decide; None unless the plan is exact.
+        drop: leaves out those in which the mask, evaluated, has no live pair; None where the rule decides all.
     """
 
     summaries: dict[str, KernelSource]
     count: KernelSource
     fill: KernelSource
     decide: KernelSource | None
+    drop: KernelSource | None
 
     @property
     def text(self) -> str:
@@ -45,7 +47,7 @@ def emit_block_table(mask: Graph, origins: Origins, plan: TablePlan) -> TableSou
     """Return the kernels of a plan."""
     mods = Mods(None, mask)
     context = mod_context(mods, Dialect(hardware=plan.target.backend == "cuda"), plan.wide, plan.wide_index)
-    printed = print_mod(mask, origins, context, torch.float32) if plan.exact else None
+    printed = print_mod(mask, origins, context, torch.float32) if plan.exact or plan.drops_empty else None
     holes = BlockTableText(plan, origins, context, printed).holes()
     functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in holes.prelude]
     functions += ["\n".join(line.text for line in printed.lines)] if printed else []
@@ -68,7 +70,8 @@ def emit_block_table(mask: Graph, origins: Origins, plan: TablePlan) -> TableSou
         {side.axis: entry(f"summarise_{side.noun}", side.args) for side in sides},
         entry("count_blocks", holes.count_args),
         entry("fill_blocks", holes.fill_args),
-        entry("decide_blocks", holes.decide_args) if plan.exact else None,
+        entry("decide_blocks", holes.evaluate_args) if plan.exact else None,
+        entry("drop_empty_blocks", holes.evaluate_args) if plan.drops_empty else None,
     )
 
 

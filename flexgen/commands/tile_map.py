@@ -11,6 +11,7 @@ from torch import Tensor
 from flexgen.commands.mask_subject import MaskSubject
 from flexgen.commands.tile_map_ranges import RangeWalk
 from flexgen.commands.tile_map_table import listed_blocks
+from flexgen.commands.tile_pairs import count_in_tiles
 from flexgen.errors import InternalError
 from flexgen.lowering.blocks import BlockRule
 from flexgen.lowering.schedule import Walk
@@ -20,7 +21,6 @@ from flexgen.runtime.mask_evaluation import Mod
 
 # Pairs of a mask that are evaluated, all of them; beyond, only those of tiles whose state the compiler did not prove.
 EVERY_PAIR = 1 << 27
-_PAIRS_AT_ONCE = 1 << 21
 
 
 class Visit(enum.IntEnum):
@@ -143,18 +143,8 @@ def _of_table(mask: MaskSubject, plan: ForwardPlan, rule: BlockRule, rows: int) 
 
 def _pairs_of_checked(mask: MaskSubject, visits: Tensor, sizes: Tensor, rows: int, columns: int) -> Tensor:
     """Count live pairs where the mask is applied; elsewhere all or none are live, as was proven."""
-    pairs = torch.where(visits == Visit.UNMASKED, sizes, 0)
-    if mask.graph is None:
-        return pairs
-    q_tiles, kv_tiles = (visits == Visit.CHECKED).nonzero(as_tuple=True)
-    step = max(_PAIRS_AT_ONCE // (rows * columns), 1)
-    for q, k in zip(*(torch.split(tiles, step) for tiles in (q_tiles, kv_tiles)), strict=True):
-        q_idx = (q[:, None] * rows + torch.arange(rows))[:, :, None]
-        kv_idx = (k[:, None] * columns + torch.arange(columns))[:, None, :]
-        inside = (q_idx < mask.shape.Lq) & (kv_idx < mask.shape.Lk)
-        live = mask.value(mask.graph.root, {"q_idx": q_idx, "kv_idx": kv_idx})
-        pairs[q, k] = (live & inside).sum((1, 2))
-    return pairs
+    counted = count_in_tiles(mask, visits == Visit.CHECKED, rows, columns)
+    return torch.where(visits == Visit.UNMASKED, sizes, counted)
 
 
 def _verify(tiles: TileMap) -> None:

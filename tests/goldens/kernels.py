@@ -178,6 +178,18 @@ def derived_block_table():
     return None, document_mask
 
 
+@kernel()
+def evaluated_block_table():
+    tree_id = torch.zeros(1024, dtype=torch.int32)
+    is_ancestor = torch.zeros(1024, 1024, dtype=torch.bool)
+
+    def tree_mask(b, h, q_idx, kv_idx):
+        same_tree = tree_id[q_idx] == tree_id[kv_idx]
+        return same_tree & is_ancestor[q_idx, kv_idx]
+
+    return None, tree_mask
+
+
 # Score mods.
 
 

@@ -13,6 +13,7 @@ from flexgen.lowering.decision import Decision, Rejected
 from flexgen.lowering.gluon_hopper.plan import PROGRAM_WARPS, WARPGROUP_ROWS, GluonPlan, Template
 from flexgen.lowering.intervals import Interval
 from flexgen.lowering.rounding import largest_power_of_two_divisor
+from flexgen.lowering.row_groups import rows_of_one_range
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.score_fold import ScoreFold, fold_score
 from flexgen.lowering.triton.choose import (
@@ -248,6 +249,10 @@ def _first_choice(question: Question) -> tuple[Shape, str]:
         return SHORT_ROWS[head_dim], f"at most {question.guard.q_bucket} queries fill one warpgroup"
     if keys is not None and keys <= SHORT_KEYS[head_dim]:
         return SHORT_ROWS[head_dim], f"a row visits about {keys} keys: small programs waste few of them ({MEASURED})"
+    group = rows_of_one_range(question.schedule)
+    if group is not None and group % LONG_ROWS[head_dim].block_m:
+        because = f"{group} rows have one range of keys, and a larger tile would visit what lies between several"
+        return SHORT_ROWS[head_dim], because
     if head_dim == 64 and question.mods.score is not None:
         because = "at head dim 64 a score_mod keeps the vector units busy, and many small programs share them best"
         return SHORT_ROWS[head_dim], f"{because} ({MEASURED})"

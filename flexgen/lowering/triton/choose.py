@@ -16,6 +16,7 @@ from flexgen.lowering.facts import MaskFacts
 from flexgen.lowering.host_value import host_value
 from flexgen.lowering.index_map import IndexMap, packs_heads
 from flexgen.lowering.rounding import largest_power_of_two_divisor, round_up_to_power_of_two
+from flexgen.lowering.row_groups import rows_of_one_range
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.plan import ForwardPlan
@@ -179,6 +180,10 @@ def _tile(question: Question, answers: Answers) -> None:
     )
     head_dim, masked = max(shape.qk_rounded, shape.v_rounded), question.mods.mask is not None
     first, origin = preferred(problem.query_dtype, head_dim, question.target, masked=masked)
+    group = rows_of_one_range(question.schedule)
+    if group is not None and group % first.BLOCK_M and question.target.backend != "interpret":
+        first = dataclasses.replace(first, BLOCK_M=dividing(first.BLOCK_M, group))
+        origin = f"{group} rows have one range of keys, and a larger tile would visit what lies between several"
     settle_tile(question, answers, _fit_lengths(first, question, answers), origin, shape, ForwardPhysics())
 
 

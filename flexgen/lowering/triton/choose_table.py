@@ -9,6 +9,7 @@ from flexgen.lowering.facts import MaskFacts, Tier
 from flexgen.lowering.index_map import PACKED_QUERIES
 from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.symbols import Algebra
+from flexgen.lowering.table_plan import drops_empty
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.tiles import preferred
 from flexgen.options import KernelOptions
@@ -61,7 +62,8 @@ def _refusal(facts: MaskFacts, rule: BlockRule | None, guard: Guard, form: Table
         return "a captured number is too large for the rule of its blocks"
     if rule.tells_nothing:
         why = rule.unsolved[0].why if rule.unsolved else "no block is known to be empty or full"
-        return f"every block would be listed: {why}"
+        lists = "; attention.block_table evaluates it and lists the live blocks" if drops_empty(rule, form) else ""
+        return f"every block would be listed: {why}{lists}"
     if 0 < guard.q_bucket <= PACKED_QUERIES:
         return f"at most {PACKED_QUERIES} queries are one row of blocks, for which a table costs more than it saves"
     if 0 < guard.kv_bucket <= form.kv_block_size:
