@@ -12,6 +12,7 @@ import torch
 
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.capture.live import LiveMods, Reading
+from flexgen.dropout import read_dropout, read_probability
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
 from flexgen.extras import NO_EXTRAS, Extras
 from flexgen.ir.graph import Axis
@@ -35,6 +36,7 @@ from flexgen.runtime.describe import (
 )
 from flexgen.runtime.device_target import target_of
 from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_is_needed
+from flexgen.runtime.dropout import Dropout
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
@@ -103,6 +105,8 @@ class Attention:
         *,
         block_table: Any = None,
         sinks: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        generator: torch.Generator | None = None,
         validate: bool = False,
     ) -> Any:
         """Compute attention.
@@ -118,6 +122,9 @@ class Attention:
                 visited, and mask_mod is applied on partial blocks only.
             sinks: [Hq], floating: a logit for each query head that only enlarges the softmax's denominator; it may
                 require grad. The logsumexp includes it, max_scores do not.
+            dropout_p: the probability, from 0 to 1, that a softmax weight is dropped; those kept are divided by
+                1 - dropout_p. It does not touch logsumexp and max_scores, and may change from call to call at no cost.
+            generator: of the query's device, draws what is dropped; torch's default generator if None.
             validate: check the block table's lists; waits for the device.
 
         Returns:
@@ -126,14 +133,16 @@ class Attention:
 
         Raises:
             CaptureError: a mod cannot be traced or uses operations that are not compiled.
-            UnsupportedProblemError, ProblemTypeError: the tensors do not form an attention problem.
+            UnsupportedProblemError, ProblemTypeError: the tensors do not form an attention problem, or `dropout_p` is
+                no probability.
             OptionError: an option cannot be honoured for this problem.
         """
         aux = read_aux_request(return_aux)
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
-        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, validate)
+        dropout = read_dropout(dropout_p, generator, query)
+        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, validate, dropout)
         if needs_operator(query):
             if query.is_nested:
                 check_tensors(*tensors, self.options.layout)
@@ -174,9 +183,9 @@ class Attention:
         values = Values(reading.buffers, buffers, reading.scalars)
         lists = self._tables.lists(prepared.request, extras.block_table, values)
         if records:
-            outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras.block_table)
+            outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras)
         else:
-            outputs = prepared.run(query, key, value, buffers, reading.scalars, lists)
+            outputs = prepared.run(query, key, value, buffers, reading.scalars, lists, extras.dropout)
         if self.options.layout == "bshd":
             outputs["output"] = outputs["output"].transpose(1, 2)
         return outputs
@@ -240,17 +249,18 @@ class Attention:
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         buffers: Any,
         lists: Any,
-        block_table: Any,
+        extras: Extras,
     ) -> dict[str, torch.Tensor]:
         """Run a prepared forward under autograd."""
         basis: Basis = prepared.basis(reading.scalars)
-        if isinstance(block_table, DerivedTable):
-            basis = replace(basis, given=block_table)
+        if isinstance(extras.block_table, DerivedTable):
+            basis = replace(basis, given=extras.block_table)
         query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
         inputs = (query, _broadcast(key, query.shape[0]), _broadcast(value, query.shape[0]), *buffers)
         step = Step(
-            lambda: prepared.run(*tensors, buffers, reading.scalars, lists),
+            lambda: prepared.run(*tensors, buffers, reading.scalars, lists, extras.dropout),
             lambda *given: self._training.backward(basis, *given),
+            extras.dropout,
         )
         return attend(step, inputs)
 
@@ -264,11 +274,13 @@ class Attention:
         *,
         target: str | None = None,
         block_table: Any = None,
+        dropout_p: float = 0.0,
     ) -> Lowered:
         """Lower for the given tensors without running; they may be real, meta or fake.
 
         Args:
             target: a chip such as "sm_90", or "interpret"; by default the tensors' device, and sm_90 without a GPU.
+            dropout_p: as for a call; only whether it is 0 matters, and nothing is drawn.
 
         Returns:
             The forward; and the backward kernels, if one of the tensors or of the captured ones requires grad.
@@ -278,7 +290,10 @@ class Attention:
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
         loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
         chip = target_named(target) if target else _offline_target(query)
-        call = self._describe(reading, query, key, value, Extras(scale, aux, block_table), chip)
+        p = read_probability(dropout_p)
+        dropout = Dropout(p, torch.empty(2, dtype=torch.int64, device="meta")) if p > 0.0 else None
+        extras = Extras(scale, aux, block_table, dropout=dropout)
+        call = self._describe(reading, query, key, value, extras, chip)
         forward = self._compile(call, chip)
         values = bind(forward.source.args, call.launch, call.outputs.allocate(query.to("meta")))
         form = call.derived
@@ -365,6 +380,7 @@ class Attention:
             table_form(block_table) if block_table is not None else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]),
             self._scalar_form(reading),
+            extras.dropout is not None,
         )
 
     def _scalar_form(self, reading: Reading) -> Hashable:
@@ -400,6 +416,7 @@ class Attention:
             table=table_lists(table) if isinstance(table, BlockTable) else {},
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
+            dropout=extras.dropout,
         )
         tail = aux.lse and has_tail(self._understand(reading), query.dtype)
         outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores, tail=tail)

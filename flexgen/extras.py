@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexgen.aux_outputs import NO_AUX, AuxRequest
+from flexgen.runtime.dropout import Dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,14 @@ class Extras:
         aux: which auxiliary outputs to return; a run may return more.
         block_table: a DerivedTable or a torch BlockMask.
         validate: check the contents of what the device holds; waits for the device.
+        dropout: which softmax weights are dropped; None for none.
     """
 
     scale: float | None = None
     aux: AuxRequest = NO_AUX
     block_table: Any = None
     validate: bool = False
+    dropout: Dropout | None = None
 
 
 NO_EXTRAS = Extras()

@@ -168,6 +168,9 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "OUTPUT_MAX": "The largest score of each row is written.",
         "OUTPUT_TAIL": "What rounding takes from the logsumexp is written too, so that the backward recomputes exact "
         "weights of scores of any magnitude.",
+        "DROPOUT": "How a kernel draws which softmax weights it drops: none; grouped, four pairs with one call of the "
+        "generator; or single, where tiles do not fit such groups. Grouped and single draw the same numbers; the "
+        "probability is the run-time argument drop_below. See docs/numerics.md.",
         "FOLD_SCALE": "Scale and log2(e) are one factor inside the exponential: there is no score_mod.",
         "SUBTRACT_FIRST": "The row's maximum is subtracted before scores are multiplied by log2(e), so that scores of "
         "any magnitude keep their differences.",

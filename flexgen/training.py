@@ -199,7 +199,7 @@ def _placeholders(launch: Launch) -> Saved:
     output = _like(query)[..., :1].expand(*rows, value.shape[3]).contiguous()
     logsumexp = query.new_empty(rows, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     buffers = tuple(_without_memory(buffer) for buffer in launch.buffers.values())
-    return Saved(query, key, value, output, logsumexp, logsumexp, buffers)
+    return Saved(query, key, value, output, logsumexp, logsumexp, buffers, launch.dropout)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,6 +259,7 @@ def _launch(basis: Basis, saved: Saved, grad_output: torch.Tensor, buffers: Mapp
         table=table,
         buffers=buffers,
         scalars=basis.scalars,
+        dropout=saved.dropout,
     )
 
 

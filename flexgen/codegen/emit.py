@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from flexgen.codegen.dialects.triton import Dialect
+from flexgen.codegen.dropout_text import dropout_functions
 from flexgen.codegen.forward_text import ForwardHoles, ForwardText
 from flexgen.codegen.header import header
 from flexgen.codegen.key import kernel_key
@@ -46,6 +47,7 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
     prelude = dict.fromkeys(name for mod in printed for name in mod.prelude) | dict.fromkeys(holes.prelude)
     functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
     functions += ["\n".join(line.text for line in mod.lines) for mod in printed]
+    functions += dropout_functions(plan.DROPOUT)
     text = render_kernel(
         "triton/forward.py.jinja",
         header=header(mods, plan),

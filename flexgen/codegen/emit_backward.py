@@ -8,6 +8,7 @@ from typing import Protocol
 
 from flexgen.codegen.backward_text import BackwardHoles, BackwardText
 from flexgen.codegen.dialects.triton import Dialect, pointer_type, type_name
+from flexgen.codegen.dropout_text import dropout_functions
 from flexgen.codegen.emit import LOG2_E, Variable, line_map, mod_context, render_kernel
 from flexgen.codegen.header import backward_header, delta_header
 from flexgen.codegen.key import kernel_key
@@ -55,7 +56,7 @@ def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: Ba
         plan=plan,
         holes=holes,
         variables=_variables(plan, holes),
-        functions=_functions([*printed, *scatters], holes),
+        functions=[*_functions([*printed, *scatters], holes), *_dropout_functions(plan)],
         libdevice=any(mod.libdevice for mod in printed) or any(scatter.libdevice for scatter in scatters),
     )
     return KernelSource(text, plan.kernel.value, holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
@@ -86,6 +87,10 @@ def _functions(parts: Sequence[_Printed], holes: BackwardHoles) -> list[str]:
     prelude = dict.fromkeys(name for part in parts for name in part.prelude) | dict.fromkeys(holes.prelude)
     texts = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
     return texts + ["\n".join(line.text for line in part.lines) for part in parts]
+
+
+def _dropout_functions(plan: BackwardPlan) -> list[str]:
+    return dropout_functions(plan.DROPOUT, transposed=plan.kernel is BackwardKernel.DKDV)
 
 
 def _variables(plan: BackwardPlan, holes: BackwardHoles) -> list[Variable]:

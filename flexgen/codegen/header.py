@@ -6,6 +6,7 @@ import textwrap
 
 from flexgen.ir.graph import Graph, Mods
 from flexgen.lowering.decision import Decision
+from flexgen.lowering.dropout import Draws
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
@@ -36,6 +37,7 @@ def header(mods: Mods, plan: ForwardPlan) -> str:
         ("tile", _tile(plan)),
         ("keys", _keys(plan.schedule)),
         ("rows safe", _yes(plan.ROWS_GUARANTEED_SAFE, _because(plan, "ROWS_GUARANTEED_SAFE"))),
+        *_dropout(plan),
         ("flags", ", ".join(f"{name}={getattr(plan, name)}" for name in FLAGS)),
     ]
     body = "\n".join(row(label, text) for label, text in rows)
@@ -52,6 +54,7 @@ def backward_header(mods: Mods, plan: BackwardPlan) -> str:
         ("mask_mod", _name(mods.mask, "none: every key is live")),
         ("tile", f"{sizes}   because: {_because(plan, 'BLOCK_M')}"),
         (walked, _keys(plan.schedule)),
+        *_dropout(plan),
         ("flags", ", ".join(f"{name}={getattr(plan, name)}" for name in FLAGS if hasattr(plan, name))),
     ]
     body = "\n".join(row(label, text) for label, text in rows)
@@ -88,6 +91,12 @@ def _tile(plan: ForwardPlan) -> str:
 def _keys(schedule: Schedule) -> str:
     known = [segment.because for segment in schedule.segments if segment.because not in schedule.because]
     return "\n".join([schedule.because, *known])
+
+
+def _dropout(plan: ForwardPlan | BackwardPlan) -> list[tuple[str, str]]:
+    if plan.DROPOUT is Draws.NONE:
+        return []
+    return [("dropout", f"{plan.DROPOUT}   because: {_because(plan, 'DROPOUT')}")]
 
 
 def _yes(value: bool, because: str) -> str:

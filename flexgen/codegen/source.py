@@ -25,6 +25,7 @@ class Role(enum.Enum):
     SCALAR = "scalar"  # captured number
     LENGTH = "length"  # Q_LEN, KV_LEN, Q_HEADS, BATCH, Q_OFFSET, KV_OFFSET
     SCALE = "scale"
+    DROPOUT = "dropout"  # drop_below, keep_scale
 
 
 @dataclass(frozen=True, slots=True)

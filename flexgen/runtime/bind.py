@@ -8,6 +8,7 @@ import torch
 
 from flexgen.codegen.source import Arg, Role
 from flexgen.runtime.describe import Launch
+from flexgen.runtime.dropout import SEED
 from flexgen.runtime.gluon_descriptor import Descriptor, descriptor_form
 
 Value = torch.Tensor | Descriptor | int | float
@@ -16,6 +17,8 @@ Value = torch.Tensor | Descriptor | int | float
 def bind(args: Sequence[Arg], launch: Launch, outputs: Mapping[str, torch.Tensor]) -> list[Value]:
     """Return the value of each argument, in order."""
     tensors = {**launch.tensors, **outputs}
+    if launch.dropout is not None:
+        tensors[SEED] = launch.dropout.seed
     return [_value(arg, launch, tensors) for arg in args]
 
 
@@ -47,6 +50,9 @@ def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> Val
             return launch.scalars[arg.of]
         case Role.SCALE:
             return launch.scale
+        case Role.DROPOUT:
+            assert launch.dropout is not None, "a kernel drops weights, and the launch does not"
+            return launch.dropout.numbers()[arg.of]
         case Role.LENGTH:
             return _length(arg.of, launch)
 

@@ -17,6 +17,7 @@ from flexgen.lowering.host_value import all_hold
 from flexgen.lowering.proofs import Proof
 from flexgen.options import Layout
 from flexgen.problem import DIVISOR, INDEX_LIMIT, SIZE_LIMIT, Guard, Problem, TableForm, bucket
+from flexgen.runtime.dropout import Dropout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT32_END = 1 << 31
@@ -34,6 +35,7 @@ class Launch:
         table: the block table's lists, by name, if the call brings one.
         buffers, scalars: captured values by name.
         scale: the softmax scale.
+        dropout: which softmax weights are dropped; None for none.
     """
 
     batch: int
@@ -48,6 +50,7 @@ class Launch:
     table: Mapping[str, torch.Tensor] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scalars: Mapping[str, int | float] = field(default_factory=dict)
+    dropout: Dropout | None = None
 
     @property
     def device(self) -> torch.device:
@@ -190,6 +193,7 @@ def describe_problem(
         output_logsumexp=output_logsumexp,
         output_max=output_max,
         has_offsets=has_offsets,
+        dropout=launch.dropout is not None,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from flexgen.errors import UnsupportedProblemError
+from flexgen.runtime.dropout import Dropout
 
 Outputs = dict[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor]
@@ -25,6 +26,7 @@ class Saved:
     logsumexp: torch.Tensor
     tail: torch.Tensor | None  # what rounding took from the logsumexp, where scores may be extreme
     buffers: tuple[torch.Tensor, ...]
+    dropout: Dropout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,12 @@ class Step:
         forward: launches the forward kernel; the outputs include `logsumexp`.
         backward: (saved, grad of output, grad of logsumexp or None, wanted names) -> gradients by name: "query",
             "key", "value", and "buffer <i>" for a captured tensor.
+        dropout: what the forward drops, and the backward has to drop again; its seed is saved like a tensor of the call.
     """
 
     forward: Callable[[], Outputs]
     backward: Callable[[Saved, torch.Tensor, torch.Tensor | None, frozenset[str]], Gradients]
+    dropout: Dropout | None = None
 
 
 class _Attend(torch.autograd.Function):
@@ -46,13 +50,16 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, step: Step, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = step.forward()
         ctx.compute = step.backward  # alone: the forward holds the inputs, which saved-tensor hooks may want to free
-        ctx.save_for_backward(*inputs, outputs["output"], outputs["logsumexp"], outputs.get("logsumexp_tail"))
+        seed = None if step.dropout is None else step.dropout.seed
+        ctx.dropout_p = 0.0 if step.dropout is None else step.dropout.p
+        made = (outputs["output"], outputs["logsumexp"], outputs.get("logsumexp_tail"))
+        ctx.save_for_backward(*inputs, *made, seed)
         ctx.set_materialize_grads(False)
         return tuple(outputs[name] for name in ("output", "logsumexp", "max_scores") if name in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        *inputs, output, logsumexp, tail = ctx.saved_tensors
+        *inputs, output, logsumexp, tail, seed = ctx.saved_tensors
         if len(grads) > 2 and grads[2] is not None:
             raise UnsupportedProblemError(
                 "the loss depends on max_scores, which flexgen does not differentiate",
@@ -64,7 +71,8 @@ class _Attend(torch.autograd.Function):
         wanted = frozenset(name for name, needs in zip(names, needed, strict=True) if needs)
         grad_output = grads[0] if grads[0] is not None else torch.zeros_like(output)
         query, key, value, *buffers = inputs
-        saved = Saved(query, key, value, output, logsumexp, tail, tuple(buffers))
+        dropout = None if seed is None else Dropout(ctx.dropout_p, seed)
+        saved = Saved(query, key, value, output, logsumexp, tail, tuple(buffers), dropout)
         with torch.no_grad():
             found = ctx.compute(saved, grad_output, grads[1], wanted)
         if torch.is_grad_enabled():  # create_graph=True: what the gradients depend on must not be forgotten

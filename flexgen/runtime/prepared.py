@@ -10,6 +10,7 @@ import torch
 from flexgen.codegen.source import Role
 from flexgen.runtime.bind import bind
 from flexgen.runtime.describe import Launch
+from flexgen.runtime.dropout import SEED, Dropout
 from flexgen.runtime.gluon_descriptor import descriptor_form
 from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.outputs import OutputForm
@@ -51,6 +52,7 @@ class Prepared:
         self._tensors = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TENSOR]
         self._buffers = [(at, buffers.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.BUFFER]
         self._scalars = [(at, scalars.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.SCALAR]
+        self._dropout = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.DROPOUT]
         tables = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TABLE]
         self._tables = tables if request is not None else []
         described = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.DESCRIPTOR]
@@ -66,11 +68,16 @@ class Prepared:
         buffers: Sequence[torch.Tensor],
         scalars: Sequence[int | float],
         lists: Mapping[str, torch.Tensor],
+        dropout: Dropout | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Launch with these tensors, captured values and lists of a derived table; return the outputs."""
+        """Launch with these tensors, captured values, lists of a derived table and dropout; return the outputs."""
         outputs = self._outputs.allocate(query)
         tensors = {"query": query, "key": key, "value": value, **outputs}
         values = self._values.copy()
+        if dropout is not None:
+            tensors[SEED], numbers = dropout.seed, dropout.numbers()
+            for at, name in self._dropout:
+                values[at] = numbers[name]
         for at, name in self._tensors:
             values[at] = tensors[name]
         for at, name, form in self._described:

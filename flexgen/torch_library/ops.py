@@ -13,8 +13,9 @@ from flexgen.torch_library.run import Arguments, fake_backward, fake_forward, ru
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _SHARED = (
-    "Tensor query, Tensor key, Tensor value, Tensor[] buffers, Tensor?[] block_lists, SymInt[] block_sizes, "
-    "SymInt[] integers, float[] floats, float? scale, bool max_scores, str spec, str options"
+    "Tensor query, Tensor key, Tensor value, Tensor[] buffers, Tensor?[] block_lists, Tensor? dropout_seed, "
+    "SymInt[] block_sizes, SymInt[] integers, float[] floats, float? scale, bool max_scores, float dropout_p, "
+    "str spec, str options"
 )
 _COUNT = len(_SHARED.split(", "))
 _BUFFERS = 3  # where the buffers stand among the arguments
@@ -50,9 +51,9 @@ def _(*arguments: Any) -> list[torch.Tensor]:
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    query, key, value, buffers, lists, *plain = inputs
+    query, key, value, buffers, lists, seed, *plain = inputs
     present = [tensor for tensor in lists if tensor is not None]
-    ctx.save_for_backward(query, key, value, output[0], output[1], output[3], *buffers, *present)
+    ctx.save_for_backward(query, key, value, output[0], output[1], output[3], seed, *buffers, *present)
     ctx.counts = (len(buffers), [tensor is not None for tensor in lists])
     ctx.plain = plain
     ctx.mark_non_differentiable(output[2], output[3])
@@ -60,11 +61,11 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 
 def _saved_arguments(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    query, key, value, output, logsumexp, tail, *rest = ctx.saved_tensors
+    query, key, value, output, logsumexp, tail, seed, *rest = ctx.saved_tensors
     buffer_count, has_list = ctx.counts
     buffers, lists = rest[:buffer_count], iter(rest[buffer_count:])
     block_lists = [next(lists) if has else None for has in has_list]
-    return (query, key, value, buffers, block_lists, *ctx.plain), (output, logsumexp, tail)
+    return (query, key, value, buffers, block_lists, seed, *ctx.plain), (output, logsumexp, tail)
 
 
 def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from flexgen.lowering.triton.choose import scores_may_be_extreme
 from flexgen.options import Layout
 from flexgen.runtime.describe import check_tensors, to_bhsd
 from flexgen.runtime.differentiable import Saved
+from flexgen.runtime.dropout import Dropout
 from flexgen.torch_library.block_lists import block_mask_of
 from flexgen.torch_library.spec import KEPT, captured_of, parse_options
 
@@ -29,6 +30,7 @@ class Arguments:
         query, key, value: in the layout of the options.
         buffers, integers, floats: what the mods captured, in the order that the spec declares.
         block_lists, block_sizes: a block mask, or empty.
+        dropout_seed, dropout_p: see `Dropout`; None and 0 where nothing is dropped.
         scale: the softmax scale; None for the default.
         max_scores: whether the call returns them.
         spec, options: texts, see `spec.py`.
@@ -39,17 +41,23 @@ class Arguments:
     value: torch.Tensor
     buffers: Sequence[torch.Tensor]
     block_lists: Sequence[torch.Tensor | None]
+    dropout_seed: torch.Tensor | None
     block_sizes: Sequence[int]
     integers: Sequence[int]
     floats: Sequence[float]
     scale: float | None
     max_scores: bool
+    dropout_p: float
     spec: str
     options: str
 
     @property
     def layout(self) -> Layout:
         return parse_options(self.options).layout
+
+    @property
+    def dropout(self) -> Dropout | None:
+        return None if self.dropout_seed is None else Dropout(self.dropout_p, self.dropout_seed)
 
     @property
     def aux_dtype(self) -> torch.dtype:
@@ -70,7 +78,8 @@ def _reading(call: Arguments) -> Reading:
 
 
 def _extras(call: Arguments, *, max_scores: bool = False) -> Extras:
-    return Extras(call.scale, AuxRequest(True, max_scores), block_mask_of(call.block_lists, call.block_sizes))
+    block_mask = block_mask_of(call.block_lists, call.block_sizes)
+    return Extras(call.scale, AuxRequest(True, max_scores), block_mask, dropout=call.dropout)
 
 
 def run_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -133,7 +142,7 @@ def run_backward(
         _reading(call),
         (call.query, call.key, call.value),
         _extras(call),
-        Saved(query, key, value, to_bhsd(output, layout), logsumexp, tail, tuple(call.buffers)),
+        Saved(query, key, value, to_bhsd(output, layout), logsumexp, tail, tuple(call.buffers), call.dropout),
         to_bhsd(grad_output, layout),
         grad_logsumexp,
         frozenset(wanted_names),

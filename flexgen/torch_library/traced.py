@@ -21,6 +21,7 @@ from flexgen.torch_library.call import (
     call_with,
     operator_form,
     score_dtype,
+    seed_and_probability,
 )
 from flexgen.torch_library.recorded import form_of_records, is_local, record
 from flexgen.torch_library.spec import KEPT
@@ -63,8 +64,9 @@ def _call_recorded(
     form = form_of_records(score, mask, kinds, options, dtype)
     buffers = [captured[place] for place in form.order]
     lists, sizes = lists_of(extras.block_table)
-    numbers: tuple[Any, ...] = ([], [], extras.scale, extras.aux.max_scores)
-    return call_with(*tensors, buffers, lists, sizes, *numbers, form.spec, form.options)
+    seed, p = seed_and_probability(extras.dropout)
+    numbers: tuple[Any, ...] = ([], [], extras.scale, extras.aux.max_scores, p)
+    return call_with(*tensors, buffers, lists, seed, sizes, *numbers, form.spec, form.options)
 
 
 def _parts(mod: Any) -> Parts:

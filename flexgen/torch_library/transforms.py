@@ -21,19 +21,21 @@ class Plain:
     Attributes:
         buffer_count: how many captured tensors follow query, key and value.
         has_list: for each of a block mask's lists, whether it is there.
-        rest: the arguments after the lists.
+        has_seed: whether dropout's seed is there, the last of the tensors.
+        rest: the arguments after it.
     """
 
     buffer_count: int
     has_list: tuple[bool, ...]
+    has_seed: bool
     rest: tuple[Any, ...]
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Return the operator's arguments."""
         end = _INPUTS + self.buffer_count
-        lists = iter(tensors[end:])
-        block_lists = [next(lists) if has else None for has in self.has_list]
-        return (*tensors[:_INPUTS], list(tensors[_INPUTS:end]), block_lists, *self.rest)
+        others = iter(tensors[end:])
+        *block_lists, seed = [next(others) if has else None for has in (*self.has_list, self.has_seed)]
+        return (*tensors[:_INPUTS], list(tensors[_INPUTS:end]), block_lists, seed, *self.rest)
 
 
 class _Gradients(torch.autograd.Function):
@@ -95,9 +97,10 @@ def _forward_mode() -> UnsupportedProblemError:
 
 def call_transformed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Call the operator so that torch.func.grad, vjp, jacrev and vmap work; jvp is refused by name."""
-    query, key, value, buffers, lists, *rest = arguments
-    plain = Plain(len(buffers), tuple([tensor is not None for tensor in lists]), tuple(rest))
-    present = [tensor for tensor in lists if tensor is not None]
+    query, key, value, buffers, lists, seed, *rest = arguments
+    has_list = tuple([tensor is not None for tensor in lists])
+    plain = Plain(len(buffers), has_list, seed is not None, tuple(rest))
+    present = [tensor for tensor in (*lists, seed) if tensor is not None]
     outputs: tuple[torch.Tensor, ...] = _Attention.apply(  # type: ignore[no-untyped-call]
         plain, query, key, value, *buffers, *present
     )

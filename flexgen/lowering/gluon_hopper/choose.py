@@ -177,6 +177,10 @@ def _offsets(question: Question) -> str | None:
     return "the indices have run-time offsets" if question.problem.has_offsets else None
 
 
+def _dropout(question: Question) -> str | None:
+    return "dropout is computed by plain Triton alone" if question.problem.dropout else None
+
+
 def _options(question: Question) -> str | None:
     options = question.options
     selecting = ("USE_SUBTILING", "PRESCALE_QK", "USE_TMA", "FORCE_USE_FLEX_ATTENTION")
@@ -213,6 +217,7 @@ _CHECKS: tuple[Callable[[Question], str | None], ...] = (
     _lengths,
     _walk,
     _offsets,
+    _dropout,
     _options,
 )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flexgen.lowering.decision import Decision
+from flexgen.lowering.dropout import Draws
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
 
@@ -96,6 +97,7 @@ class BackwardPlan:
     FLOAT32_PRECISION: str
     FAST_TANH: bool
     LONG_ROWS_FIRST: bool
+    DROPOUT: Draws
     FOLD_SCALE: bool
     SUBTRACT_FIRST: bool
     kpack: int | None

@@ -12,6 +12,7 @@ import torch
 from flexgen.errors import NoFeasiblePlanError, OptionError, UnsupportedProblemError
 from flexgen.ir.graph import Axis, Graph, Mods, Node
 from flexgen.lowering.decision import Decision, Rejected
+from flexgen.lowering.dropout import GROUP_SPAN, Draws
 from flexgen.lowering.facts import MaskFacts
 from flexgen.lowering.host_value import host_value
 from flexgen.lowering.index_map import IndexMap, packs_heads
@@ -474,6 +475,25 @@ def decide_outputs(question: Question, answers: Answers) -> None:
         answers.add(name, value, "the call returns it" if value else "the call does not return it")
 
 
+def decide_dropout(question: Question, answers: Answers) -> None:
+    answers.add("DROPOUT", *_draws(question, answers))
+
+
+def _draws(question: Question, answers: Answers) -> tuple[Draws, str]:
+    """Return how pairs are drawn: four at once need tiles that start at multiples of what a block of groups covers."""
+    if not question.problem.dropout:
+        return Draws.NONE, "dropout_p is 0"
+    index_map, table = answers["index_map"], question.problem.table
+    sizes = (table.q_block_size, table.kv_block_size) if table else ()
+    if index_map.packs:
+        return Draws.SINGLE, "rows of a tile belong to several heads: each pair is drawn by itself"
+    if index_map.has_offsets:
+        return Draws.SINGLE, f"indices start at run-time offsets, maybe no multiples of {GROUP_SPAN}"
+    if any(size % GROUP_SPAN for size in sizes):
+        return Draws.SINGLE, f"blocks of {sizes[0]} x {sizes[1]} do not start at multiples of {GROUP_SPAN}"
+    return Draws.GROUPED, "dropout_p is not 0: one call of the generator draws four pairs, 8 queries and 8 keys apart"
+
+
 def decide_amd(question: Question, answers: Answers) -> None:
     for name in ("kpack", "matrix_instr_nonkdim", "waves_per_eu"):
         asked = getattr(question.options, name)
@@ -498,6 +518,7 @@ _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     _tma,
     _subtiling,
     decide_arithmetic,
+    decide_dropout,
     decide_outputs,
     decide_amd,
 )
