@@ -9,6 +9,7 @@ import torch
 
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
 from flexgen.runtime.dropout import Dropout, draw_seed
+from flexgen.torch_library.refuse import refuse
 
 
 def read_dropout(dropout_p: Any, generator: Any, query: Any) -> Dropout | None:
@@ -24,6 +25,12 @@ def read_dropout(dropout_p: Any, generator: Any, query: Any) -> Dropout | None:
     if not isinstance(query, torch.Tensor):
         return None
     if generator is not None:
+        if p > 0.0 and torch.compiler.is_compiling():
+            refuse(
+                "generator was passed to a call that is being traced",
+                why="torch.compile and torch.export cannot hold a generator in a graph",
+                fix="leave generator out, and seed torch's default one with torch.manual_seed",
+            )
         _check_generator(generator, query.device)
     return Dropout(p, draw_seed(query.device, generator)) if p > 0.0 else None
 

@@ -41,8 +41,8 @@ def add_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_problem(parser: argparse.ArgumentParser, *, dtype: str, target: bool = True) -> None:
-    """Add what makes a file's mods an attention problem: shape, dtype, options and, mostly, the target."""
+def add_problem(parser: argparse.ArgumentParser, *, dtype: str, target: bool = True, dropout: bool = True) -> None:
+    """Add what makes a file's mods an attention problem: shape, dtype, options and, mostly, target and dropout."""
     parser.add_argument(
         "--shape",
         type=parse_shape,
@@ -65,6 +65,14 @@ def add_problem(parser: argparse.ArgumentParser, *, dtype: str, target: bool = T
         metavar="NAME=VALUE",
         help="kernel options, as USE_SUBTILING=1 BLOCK_M=64; `flexgen options` lists them",
     )
+    if dropout:
+        parser.add_argument(
+            "--dropout",
+            type=parse_probability,
+            default=0.0,
+            metavar="P",
+            help="the probability that a softmax weight is dropped (default: 0)",
+        )
     if target:
         add_target(parser, "the chip to compile for, or interpret (default: this machine's GPU; without one, sm_90)")
 
@@ -122,6 +130,16 @@ def parse_dtype(text: str) -> str:
     if name not in DTYPES.values():
         raise argparse.ArgumentTypeError(f"{text!r} is not a dtype: choose one of {', '.join(DTYPES)}")
     return name
+
+
+def parse_probability(text: str) -> float:
+    try:
+        p = float(text)
+    except ValueError:
+        p = -1.0
+    if not 0.0 <= p <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a probability: give a number from 0 to 1, such as 0.1")
+    return p
 
 
 def parse_setting(text: str) -> tuple[str, object]:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flexgen.commands.dropout_pattern import kept_pairs
+from flexgen.runtime.dropout import Dropout
 from flexgen.runtime.mask_evaluation import IndexBox, Mod, evaluate_mask, modify_scores
 
 Precision = Literal["exact", "eager"]
@@ -27,7 +29,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class DenseProblem:
-    """Attention to evaluate: tensors [B, Hq, Lq, Dqk], [B, Hkv, Lk, Dqk], [B, Hkv, Lk, Dv] and the mods."""
+    """Attention to evaluate: tensors [B, Hq, Lq, Dqk], [B, Hkv, Lk, Dqk], [B, Hkv, Lk, Dv], the mods and dropout."""
 
     query: Tensor
     key: Tensor
@@ -35,6 +37,7 @@ class DenseProblem:
     score_mod: Mod | None
     mask_mod: Mod | None
     scale: float
+    dropout: Dropout | None = None
 
     @property
     def group(self) -> int:
@@ -85,6 +88,8 @@ def _evaluate_piece(problem: DenseProblem, box: IndexBox, working: torch.dtype, 
     scores = problem.query[b, h, rows].to(working) @ problem.key[b, kv_head].to(working).T * problem.scale
     scores = _modified(problem, scores[None, None], box)[0, 0]
     weights, logsumexp, row_max = _softmax(scores)
+    if problem.dropout is not None:
+        weights = torch.where(kept_pairs(problem.dropout, box), weights, 0.0) * problem.dropout.numbers()["keep_scale"]
     held = outputs.output.dtype
     outputs.output[b, h, rows] = weights.to(held) @ problem.value[b, kv_head].to(held)
     outputs.logsumexp[b, h, rows] = logsumexp

@@ -31,6 +31,7 @@ class Subject:
     attention: Attention
     shape: Shape
     dtype: torch.dtype
+    dropout_p: float = 0.0
 
     def tensors(self, device: torch.device | str, seed: int | None = None) -> tuple[torch.Tensor, ...]:
         """Return query, key and value in the attention's layout: normal numbers, or without a seed unspecified ones."""
@@ -47,7 +48,7 @@ class Subject:
     def lower(self, target: str, aux: AuxRequest | None = None, *, backward: bool = False) -> Lowered:
         """Lower without allocating query, key or value, which require grad for the backward kernels."""
         query, key, value = (tensor.requires_grad_(backward) for tensor in self.tensors("meta"))
-        return self.attention.lower(query, key, value, return_aux=aux, target=target)
+        return self.attention.lower(query, key, value, return_aux=aux, target=target, dropout_p=self.dropout_p)
 
 
 def load_subject(arguments: argparse.Namespace) -> Subject:
@@ -60,7 +61,8 @@ def load_subject(arguments: argparse.Namespace) -> Subject:
     user = load_user_file(arguments.file)
     attention = Attention(user.score_mod, user.mask_mod, _options(user, dict(arguments.set)))
     shape = arguments.shape or _shape_of(user) or DEFAULT_SHAPE
-    return Subject(str(arguments.file), attention, shape, getattr(torch, arguments.dtype))
+    dropout_p = getattr(arguments, "dropout", 0.0)  # of the commands that have it
+    return Subject(str(arguments.file), attention, shape, getattr(torch, arguments.dtype), dropout_p)
 
 
 def _options(user: UserFile, settings: dict[str, Any]) -> Options:

@@ -37,7 +37,7 @@ class Step:
         forward: launches the forward kernel; the outputs include `logsumexp`.
         backward: (saved, grad of output, grad of logsumexp or None, wanted names) -> gradients by name: "query",
             "key", "value", and "buffer <i>" for a captured tensor.
-        dropout: what the forward drops, and the backward has to drop again; its seed is saved like a tensor of the call.
+        dropout: what the forward drops, and the backward drops again; its seed is saved as the call's tensors are.
     """
 
     forward: Callable[[], Outputs]

@@ -484,13 +484,13 @@ def _draws(question: Question, answers: Answers) -> tuple[Draws, str]:
     if not question.problem.dropout:
         return Draws.NONE, "dropout_p is 0"
     index_map, table = answers["index_map"], question.problem.table
-    sizes = (table.q_block_size, table.kv_block_size) if table else ()
     if index_map.packs:
         return Draws.SINGLE, "rows of a tile belong to several heads: each pair is drawn by itself"
     if index_map.has_offsets:
         return Draws.SINGLE, f"indices start at run-time offsets, maybe no multiples of {GROUP_SPAN}"
-    if any(size % GROUP_SPAN for size in sizes):
-        return Draws.SINGLE, f"blocks of {sizes[0]} x {sizes[1]} do not start at multiples of {GROUP_SPAN}"
+    if table is not None and (table.q_block_size % GROUP_SPAN or table.kv_block_size % GROUP_SPAN):
+        blocks = f"blocks of {table.q_block_size} x {table.kv_block_size}"
+        return Draws.SINGLE, f"{blocks} do not start at multiples of {GROUP_SPAN}"
     return Draws.GROUPED, "dropout_p is not 0: one call of the generator draws four pairs, 8 queries and 8 keys apart"
 
 
