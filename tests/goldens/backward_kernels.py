@@ -28,6 +28,7 @@ class BackwardCase:
     sizes: Sizes = SIZES
     wanted: tuple[str, ...] = ("query", "key", "value")
     options: Mapping[str, Any] = field(default_factory=dict)
+    dropout_p: float = 0.0
 
     @property
     def name(self) -> str:
@@ -37,7 +38,8 @@ class BackwardCase:
         tensors = dict(zip(("query", "key", "value"), self.sizes.tensors(), strict=True))
         for name in self.wanted:
             tensors[name].requires_grad_()
-        return flexgen.compile(*self.build(), self.options).lower(**tensors, target=target)
+        attention = flexgen.compile(*self.build(), self.options)
+        return attention.lower(**tensors, target=target, dropout_p=self.dropout_p)
 
 
 def causal() -> Mods:
@@ -71,6 +73,10 @@ def documents() -> Mods:
     return None, document_mask
 
 
+def dropout() -> Mods:
+    return None, causal_mask
+
+
 def values_alone() -> Mods:
     return None, causal_mask
 
@@ -79,6 +85,7 @@ CASES = (
     BackwardCase(causal),
     BackwardCase(softcap_and_learned_bias, Sizes(Hq=4, Hkv=2)),
     BackwardCase(learned_relative_positions, Sizes(Lq=1000, Lk=1000)),
+    BackwardCase(dropout, Sizes(Hq=4, Hkv=2), dropout_p=0.1),
     BackwardCase(values_alone, wanted=("value",)),
     BackwardCase(documents, Sizes(Hq=4, Hkv=2, Lq=1000, Lk=1000)),
 )

@@ -58,6 +58,7 @@ class KernelCase:
     options: Mapping[str, Any]
     aux: flexgen.AuxRequest | None
     make_table: Callable[[Mod], Any] | None
+    dropout_p: float = 0.0
 
     @property
     def name(self) -> str:
@@ -72,7 +73,9 @@ class KernelCase:
 
     def _lower(self, attention: flexgen.Attention, target: str) -> Lowered:
         table = self.make_table(attention.mask_mod) if self.make_table and attention.mask_mod else None
-        return attention.lower(*self.sizes.tensors(), return_aux=self.aux, target=target, block_table=table)
+        return attention.lower(
+            *self.sizes.tensors(), return_aux=self.aux, target=target, block_table=table, dropout_p=self.dropout_p
+        )
 
 
 def kernel(
@@ -81,9 +84,10 @@ def kernel(
     options: Mapping[str, Any] = MappingProxyType({}),
     aux: flexgen.AuxRequest | None = None,
     make_table: Callable[[Mod], Any] | None = None,
+    dropout_p: float = 0.0,
 ) -> Callable[[Callable[[], Any]], KernelCase]:
     """Turn a builder of (score_mod, mask_mod) into the case named after it."""
-    return lambda build: KernelCase(build, sizes, options, aux, make_table)
+    return lambda build: KernelCase(build, sizes, options, aux, make_table, dropout_p)
 
 
 def blocks(q_block_size: int, kv_block_size: int, sizes: Sizes = SIZES) -> Callable[[Mod], Any]:
@@ -237,6 +241,19 @@ def logsumexp_and_maximum():
         return (q_idx >= kv_idx) & (q_idx >= 100)
 
     return None, first_rows_are_empty
+
+
+# Dropout.
+
+
+@kernel(dropout_p=0.1)
+def dropout():
+    return None, causal_mask
+
+
+@kernel(Sizes(Hq=16, Hkv=2, Lq=1, Lk=4096), dropout_p=0.1)
+def dropout_of_packed_heads():
+    return None, None
 
 
 # Options.

@@ -178,6 +178,7 @@ def _tile(question: Question, answers: Answers) -> None:
         captured_loads(question.mods),
         bulk_copies=bool(question.options.USE_TMA),
         splits_operands=question.options.FLOAT32_PRECISION == "tf32x3",
+        drops=problem.dropout,
     )
     head_dim, masked = max(shape.qk_rounded, shape.v_rounded), question.mods.mask is not None
     first, origin = preferred(problem.query_dtype, head_dim, question.target, masked=masked)

@@ -65,7 +65,7 @@ def _tile(question: Question, answers: Answers, task: BackwardTask) -> None:
     problem = question.problem
     itemsize = problem.query_dtype.itemsize
     qk, v = answers["QK_HEAD_DIM_ROUNDED"], answers["V_HEAD_DIM_ROUNDED"]
-    shape = TileShape(qk, v, itemsize, itemsize, itemsize, captured_loads(question.mods))
+    shape = TileShape(qk, v, itemsize, itemsize, itemsize, captured_loads(question.mods), drops=problem.dropout)
     first, origin = preferred(problem.query_dtype, max(qk, v), question.target, task.kernel)
     first = _fit_lengths(first, question)
     choose.settle_tile(question, answers, first, origin, shape, BackwardPhysics(task.kernel, task.kept_tiles))

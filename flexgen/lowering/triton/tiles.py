@@ -63,6 +63,7 @@ class TileShape:
         captured: loads of captured tensors inside the loop.
         bulk_copies: keys and values come through the copy engine (USE_TMA).
         splits_operands: each operand is kept in two parts (FLOAT32_PRECISION tf32x3).
+        drops: softmax weights are dropped.
     """
 
     qk_rounded: int
@@ -73,6 +74,16 @@ class TileShape:
     captured: CapturedLoads
     bulk_copies: bool = False
     splits_operands: bool = False
+    drops: bool = False
+
+
+def dropped_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
+    """Return the shared memory that says which pairs of a tile are dropped.
+
+    A thread of the older matrix units holds what it draws; newer units lay scores out in another way, so that a byte
+    for each pair passes through shared memory (compiled offline by Triton 3.7).
+    """
+    return tile.BLOCK_M * tile.BLOCK_N if shape.drops and target.matrix_unit == "tcgen05" else 0
 
 
 def shared_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
@@ -91,6 +102,7 @@ def shared_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
     if shape.captured.tile_bytes:  # narrow elements are padded to 4 bytes where their layout is converted
         captured = max(captured, min(4 * tile.BLOCK_M * tile.BLOCK_N, 8192))
     slack = 1088 + 4 * tile.BLOCK_M * tile.num_warps  # barriers, alignment, and row statistics across warps
+    slack += dropped_bytes(tile, shape, target)
     if target.matrix_unit in ("wgmma", "tcgen05") and tile.BLOCK_M >= 64 and shape.query_bytes < 4:
         return query + tile.num_stages * keys + captured + slack
     if target.matrix_unit == "mfma" and tile.num_stages == 1:
