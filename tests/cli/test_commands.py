@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen.commands import check
+from flexgen.commands import check, reference
+from flexgen.commands.dropout_pattern import kept_pairs
 from flexgen.commands.reference import DenseProblem, evaluate_dense
 from flexgen.runtime.cache import SourceCache
 from tests.cli.conftest import Run
@@ -131,6 +132,31 @@ def test_check_fails_where_the_kernel_is_wrong(mods: Path, run: Run, monkeypatch
     assert said.code == 1 and said.out.endswith("FAIL\n")
     assert re.search(r"^logsumexp .* FAIL$", said.out, re.MULTILINE)
     assert re.search(r"^output .* pass$", said.out, re.MULTILINE)
+
+
+@needs_triton
+def test_check_with_dropout_knows_which_weights_are_dropped(
+    mods: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("check", f"{mods}:softcap,causal", "--dropout", "0.4", "--shape", "1,4,2,40,70,16,16")
+    said = run(*command, "--target", "interpret")
+    assert said.code == 0, said.out + said.err
+    monkeypatch.setattr(check, "SEED", 1)
+    assert run(*command, "--target", "interpret").code == 0
+    monkeypatch.setattr(reference, "kept_pairs", lambda dropout, box: kept_pairs(dropout, box).logical_not())
+    said = run(*command, "--target", "interpret")
+    assert said.code == 1 and re.search(r"^output .* FAIL$", said.out, re.MULTILINE)
+    assert re.search(r"^logsumexp .* pass$", said.out, re.MULTILINE)
+
+
+def test_commands_that_compile_take_dropout(causal: Path, run: Run) -> None:
+    said = run("explain", causal, "--dropout", "0.1", "--target", "sm_90")
+    assert said.code == 0 and re.search(r"^  DROPOUT += grouped +because: dropout_p is not 0", said.out, re.MULTILINE)
+    said = run("compile", causal, "--dropout", "0.1", "--dump-code", "--backward", "--target", "sm_90")
+    assert said.code == 0 and said.out.count("def is_kept(") == 3
+    for wrong in ("1.5", "nan", "often"):
+        said = run("explain", causal, "--dropout", wrong)
+        assert said.code == 2 and f"'{wrong}' is not a probability" in said.err
 
 
 @needs_triton

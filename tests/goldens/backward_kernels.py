@@ -85,7 +85,7 @@ CASES = (
     BackwardCase(causal),
     BackwardCase(softcap_and_learned_bias, Sizes(Hq=4, Hkv=2)),
     BackwardCase(learned_relative_positions, Sizes(Lq=1000, Lk=1000)),
-    BackwardCase(dropout, Sizes(Hq=4, Hkv=2), dropout_p=0.1),
+    BackwardCase(dropout, dropout_p=0.1),
     BackwardCase(values_alone, wanted=("value",)),
     BackwardCase(documents, Sizes(Hq=4, Hkv=2, Lq=1000, Lk=1000)),
 )

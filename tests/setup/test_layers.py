@@ -26,6 +26,7 @@ LAYERS = (
         "backends",
         "block_mask",
         "block_states",
+        "dropout",
         "explain",
         "extras",
         "lowered",

@@ -198,6 +198,7 @@ def settle_tile(
         NoFeasiblePlanError, OptionError: the forced ones do not fit the target or the block table.
     """
     options = question.options
+    origin += "; not measured with dropout" if question.problem.dropout else ""
     forced = {name: getattr(options, name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
     forced = {name: value for name, value in forced.items() if value is not None}
     tile, rejected = _first_feasible(dataclasses.replace(first, **forced), forced, shape, question.target, physics)

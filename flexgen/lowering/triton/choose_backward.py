@@ -68,7 +68,16 @@ def _tile(question: Question, answers: Answers, task: BackwardTask) -> None:
     shape = TileShape(qk, v, itemsize, itemsize, itemsize, captured_loads(question.mods), drops=problem.dropout)
     first, origin = preferred(problem.query_dtype, max(qk, v), question.target, task.kernel)
     first = _fit_lengths(first, question)
-    choose.settle_tile(question, answers, first, origin, shape, BackwardPhysics(task.kernel, task.kept_tiles))
+    physics = BackwardPhysics(task.kernel, task.kept_tiles + _drawn_tiles(problem, task.kernel))
+    choose.settle_tile(question, answers, first, origin, shape, physics)
+
+
+def _drawn_tiles(problem: Problem, kernel: BackwardKernel) -> int:
+    """Return how many tiles of values it takes to draw what is dropped, and to keep that for both uses in dK/dV.
+
+    Fitted to where kernels compiled offline begin to spill; around a loop over heads more is kept. dQ has room for it.
+    """
+    return 2 + (problem.group > 1) if problem.dropout and kernel is BackwardKernel.DKDV else 0
 
 
 def _tile_with_its_table(question: Question, answers: Answers, task: BackwardTask) -> Question:
