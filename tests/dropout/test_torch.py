@@ -236,6 +236,14 @@ def test_errors_while_tracing_say_the_same():
         )
 
 
+def test_dropout_inside_a_mod_names_the_argument():
+    def dropping(score, b, h, q_idx, kv_idx):
+        return torch.nn.functional.dropout(score, P)
+
+    with pytest.raises(flexgen.CaptureError, match="dropout_p= of the call"):
+        flexgen.compile(dropping)(*draw())
+
+
 def test_gluon_is_refused_with_a_reason():
     query = torch.empty(1, 2, 256, 64, dtype=torch.bfloat16, device="meta")
     report = flexgen.compile(None, causal).lower(query, query, query, target="sm_90", dropout_p=P).explain()
