@@ -44,8 +44,17 @@ from flexgen.runtime.prepared import Prepared, tensor_form
 from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.sinks import add_sinks, check_sinks
 from flexgen.tables import Tables, check_derived, placeholder_lists
-from flexgen.torch_library.call import OperatorForm, autocast, call_operator, needs_operator, operator_form
+from flexgen.torch_library.call import (
+    OperatorForm,
+    autocast,
+    call_operator,
+    needs_operator,
+    operator_form,
+    refuse_distributed,
+    share_of,
+)
 from flexgen.torch_library.refuse import refuse
+from flexgen.torch_library.spec import AT_ZERO, Starts
 from flexgen.training import Basis, Training
 
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
@@ -143,7 +152,7 @@ class Attention:
             tensors = autocast(tensors)
         dropout = read_dropout(dropout_p, generator, query)
         extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, validate, dropout)
-        if needs_operator(query):
+        if needs_operator(query, key, value):
             if query.is_nested:
                 check_tensors(*tensors, self.options.layout)
             outputs = self._through_operator(tensors, extras)
@@ -232,11 +241,12 @@ class Attention:
             )
         if extras.block_table is not None:
             self._check_mask_of(extras.block_table)
-        form = self._operator_form(tensors[0].dtype)
-        return call_operator(form, self.score_mod, self.mask_mod, tensors, extras)
+        share = share_of(tensors, self.options.layout)
+        form = self._operator_form(tensors[0].dtype, AT_ZERO if share is None else share.starts)
+        return call_operator(form, self.score_mod, self.mask_mod, tensors, extras, share)
 
-    def _operator_form(self, query_dtype: torch.dtype) -> OperatorForm:
-        return operator_form(self._mods, self.options, query_dtype)
+    def _operator_form(self, query_dtype: torch.dtype, starts: Starts) -> OperatorForm:
+        return operator_form(self._mods, self.options, query_dtype, starts)
 
     # torch.compile runs this while it traces and takes the result for a constant: what the result depends on is read,
     # and so guarded, by `call_operator`.
@@ -367,6 +377,7 @@ class Attention:
         if (scale is not None and type(scale) not in (float, int)) or query.is_meta:
             return None
         if reading.buffers:
+            refuse_distributed(reading.buffers)
             device = query.get_device()
             if any([buffer.get_device() != device for buffer in reading.buffers]):  # noqa: C419 (faster)
                 return None

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from flexgen.capture.live import LiveMods
 from flexgen.options import Options
 from flexgen.torch_library.call import spec_for
-from flexgen.torch_library.spec import print_options
+from flexgen.torch_library.spec import Starts, print_options
 
 _INDICES = 4  # b, h, q_idx, kv_idx
 
@@ -131,17 +131,23 @@ def record(mod: Any, score_dtype: torch.dtype | None, captured: list[torch.Tenso
 
 
 def form_of_records(
-    score: Any, mask: Any, kinds: tuple[Any, ...], options: tuple[tuple[str, Any], ...], query_dtype: torch.dtype
+    score: Any,
+    mask: Any,
+    kinds: tuple[Any, ...],
+    options: tuple[tuple[str, Any], ...],
+    query_dtype: torch.dtype,
+    starts: Starts,
 ) -> RecordedForm:
     """Return the form of a call by recorded mods.
 
     Args:
         score, mask: records.
         kinds: (dtype, shape, requires_grad) of each captured tensor.
+        starts: the mods' b, h and q_idx of the call's first batch, head and row.
     """
     captured = [torch.empty(shape, dtype=dtype, device="meta").requires_grad_(grad) for dtype, shape, grad in kinds]
     mods = LiveMods(_replay(score, captured), _replay(mask, captured))
-    reading, spec = spec_for(mods, query_dtype)
+    reading, spec = spec_for(mods, query_dtype, starts)
     places = [next(i for i, tensor in enumerate(captured) if tensor is buffer) for buffer in reading.buffers]
     return RecordedForm(spec, print_options(Options.of(dict(options))), tuple(places))
 

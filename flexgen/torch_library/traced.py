@@ -22,9 +22,10 @@ from flexgen.torch_library.call import (
     operator_form,
     score_dtype,
     seed_and_probability,
+    share_of,
 )
 from flexgen.torch_library.recorded import form_of_records, is_local, record
-from flexgen.torch_library.spec import KEPT
+from flexgen.torch_library.spec import AT_ZERO, KEPT, Starts
 
 Parts = tuple[Any, Any]
 
@@ -44,8 +45,10 @@ def call_traced(
     if is_local(score_mod) or is_local(mask_mod):
         outputs = _call_recorded(score_mod, mask_mod, options, tensors, extras)
     else:
-        form = _form(*_parts(score_mod), *_parts(mask_mod), options, tensors[0].dtype)
-        outputs = call_operator(form, score_mod, mask_mod, tensors, extras)
+        share = share_of(tensors, "bhsd")
+        starts = AT_ZERO if share is None else share.starts
+        form = _form(*_parts(score_mod), *_parts(mask_mod), options, tensors[0].dtype, starts)
+        outputs = call_operator(form, score_mod, mask_mod, tensors, extras, share)
     return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, extras.aux))
 
 
@@ -61,12 +64,13 @@ def _call_recorded(
     score = record(score_mod, score_dtype(dtype), captured)
     mask = record(mask_mod, None, captured)
     kinds = tuple([(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in captured])
-    form = form_of_records(score, mask, kinds, options, dtype)
+    share = share_of(tensors, "bhsd")
+    form = form_of_records(score, mask, kinds, options, dtype, AT_ZERO if share is None else share.starts)
     buffers = [captured[place] for place in form.order]
     lists, sizes = lists_of(extras.block_table)
     seed, p = seed_and_probability(extras.dropout)
     numbers: tuple[Any, ...] = ([], [], extras.scale, extras.aux.max_scores, p)
-    return call_with(*tensors, buffers, lists, seed, sizes, *numbers, form.spec, form.options)
+    return call_with(share, tensors, buffers, lists, seed, sizes, *numbers, form.spec, form.options)
 
 
 def _parts(mod: Any) -> Parts:
@@ -81,9 +85,10 @@ def _form(
     mask_receiver: Any,
     options: tuple[tuple[str, Any], ...],
     query_dtype: torch.dtype,
+    starts: Starts,
 ) -> OperatorForm:
     mods = LiveMods(_mod(score_function, score_receiver), _mod(mask_function, mask_receiver))
-    return operator_form(mods, _options(options), query_dtype)
+    return operator_form(mods, _options(options), query_dtype, starts)
 
 
 # torch.compile runs it while it traces and takes the result for a constant, see `Attention._operator_form`.
