@@ -61,11 +61,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         *inputs, output, logsumexp, tail, seed = ctx.saved_tensors
         if len(grads) > 2 and grads[2] is not None:
-            raise UnsupportedProblemError(
-                "the loss depends on max_scores, which flexgen does not differentiate",
-                why="a maximum over keys passes its gradient to single keys; no kernel computes that",
-                fix="use max_scores.detach(), or build the loss on the logsumexp",
-            )
+            raise max_scores_gradient()
         names = _names(len(inputs))
         needed = ctx.needs_input_grad[1:]
         wanted = frozenset(name for name, needs in zip(names, needed, strict=True) if needs)
@@ -99,6 +95,15 @@ def double_backward() -> UnsupportedProblemError:
         "a gradient of flexgen's gradients was asked for",
         why="there are no kernels for second derivatives",
         fix="leave out create_graph=True, or compute this attention with torch operations",
+    )
+
+
+def max_scores_gradient() -> UnsupportedProblemError:
+    """Return the error for a loss that depends on max_scores."""
+    return UnsupportedProblemError(
+        "the loss depends on max_scores, which flexgen does not differentiate",
+        why="a maximum over keys passes its gradient to single keys; no kernel computes that",
+        fix="use max_scores.detach(), or build the loss on the logsumexp",
     )
 
 

@@ -19,6 +19,7 @@ _SHARED = (
 )
 _COUNT = len(_SHARED.split(", "))
 _BUFFERS = 3  # where the buffers stand among the arguments
+_MAX_SCORES = 4  # where the flag stands among the arguments that are no tensors
 
 _operator = torch.library.custom_op
 
@@ -33,7 +34,7 @@ def attention(*arguments: Any) -> Outputs:
     "flexgen::attention_backward",
     mutates_args=(),
     schema=f"({_SHARED}, Tensor output, Tensor logsumexp, Tensor tail, Tensor grad_output, Tensor? grad_logsumexp, "
-    "bool[] wanted) -> Tensor[]",
+    "Tensor? grad_max_scores, bool[] wanted) -> Tensor[]",
 )
 def attention_backward(*arguments: Any) -> list[torch.Tensor]:
     """Return the wanted ones of the gradients of query, key, value and the buffers; see `run_backward`."""
@@ -56,7 +57,8 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     ctx.save_for_backward(query, key, value, output[0], output[1], output[3], seed, *buffers, *present)
     ctx.counts = (len(buffers), [tensor is not None for tensor in lists])
     ctx.plain = plain
-    ctx.mark_non_differentiable(output[2], output[3])
+    # max_scores has no gradient, which a loss that asks for it is told: it is no constant to autograd.
+    ctx.mark_non_differentiable(output[3], *([] if plain[_MAX_SCORES] else [output[2]]))
     ctx.set_materialize_grads(False)
 
 
@@ -73,7 +75,7 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
     needed = ctx.needs_input_grad
     wanted = [*needed[:_BUFFERS], *_flat(needed[_BUFFERS], len(arguments[_BUFFERS]))]
     grad_output = torch.zeros_like(made[0]) if grads[0] is None else grads[0]
-    found = iter(attention_backward(*arguments, *made, grad_output, grads[1], wanted))
+    found = iter(attention_backward(*arguments, *made, grad_output, *grads[1:3], wanted))
     results = [next(found) if is_wanted else None for is_wanted in wanted]
     others = [_no_gradient(argument) for argument in arguments[_BUFFERS + 1 :]]
     return (*results[:_BUFFERS], results[_BUFFERS:], *others)

@@ -16,7 +16,7 @@ from flexgen.ir.simplify import simplify
 from flexgen.lowering.triton.choose import scores_may_be_extreme
 from flexgen.options import Layout
 from flexgen.runtime.describe import check_tensors, to_bhsd
-from flexgen.runtime.differentiable import Saved
+from flexgen.runtime.differentiable import Saved, max_scores_gradient
 from flexgen.runtime.dropout import Dropout
 from flexgen.torch_library.block_lists import block_mask_of
 from flexgen.torch_library.spec import KEPT, captured_of, parse_options
@@ -123,6 +123,7 @@ def run_backward(
     tail: torch.Tensor,
     grad_output: torch.Tensor,
     grad_logsumexp: torch.Tensor | None,
+    grad_max_scores: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Return the wanted ones of the gradients of query, key, value and the buffers, each contiguous.
@@ -130,8 +131,14 @@ def run_backward(
     Args:
         output, logsumexp, tail: what the forward returned.
         grad_output, grad_logsumexp: the gradients in them.
+        grad_max_scores: the gradient in max_scores, which must be 0: compiled graphs pass zeros for no gradient.
         wanted: one for each of query, key, value and the buffers.
+
+    Raises:
+        UnsupportedProblemError: grad_max_scores is not 0.
     """
+    if grad_max_scores is not None and grad_max_scores.numel():
+        _unused_max_scores(call.spec, call.options).check(grad_max_scores)
     layout = call.layout
     query, key, value = (to_bhsd(tensor, layout) for tensor in (call.query, call.key, call.value))
     batch = query.shape[0]
@@ -148,6 +155,25 @@ def run_backward(
         frozenset(wanted_names),
     )
     return [_as_given(call, name, found[name]) for name in wanted_names]
+
+
+class _UnusedMaxScores:
+    """Refuses losses that depend on max_scores; on a GPU only the first check waits for the device."""
+
+    def __init__(self) -> None:
+        self._checked = False
+
+    def check(self, grad: torch.Tensor) -> None:
+        if grad.is_cuda and (self._checked or torch.cuda.is_current_stream_capturing()):
+            torch._assert_async(~grad.any(), max_scores_gradient().what)
+        elif grad.any():
+            raise max_scores_gradient()
+        self._checked = True
+
+
+@lru_cache(maxsize=KEPT)
+def _unused_max_scores(spec: str, options: str) -> _UnusedMaxScores:
+    return _UnusedMaxScores()
 
 
 def _as_given(call: Arguments, name: str, grad: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexgen.options import Layout
+from flexgen.runtime.describe import check_tensors
 from flexgen.torch_library.distributed import is_distributed
 from flexgen.torch_library.refuse import refuse
 
@@ -143,7 +144,8 @@ def share_of(query: Any, key: Any, value: Any, layout: Layout) -> Share | None:
     """Return which part of a call this rank computes; None where query, key and value are plain tensors.
 
     Raises:
-        UnsupportedProblemError: some are DTensors and some not, or they are placed in a way that is not computed.
+        UnsupportedProblemError: some are DTensors and some not, they are placed in a way that is not computed, or they
+            form no attention problem.
     """
     distributed = [is_distributed(tensor) for tensor in (query, key, value)]
     if not any(distributed):
@@ -154,6 +156,7 @@ def share_of(query: Any, key: Any, value: Any, layout: Layout) -> Share | None:
             why="a plain tensor does not say which part of the whole it is",
             fix="make all of them DTensors of one mesh, or pass each rank's own parts with .to_local()",
         )
+    check_tensors(query, key, value, layout)
     mesh, dims = query.device_mesh, _DIMS[layout]
     if key.device_mesh != mesh or value.device_mesh != mesh:
         refuse("query, key and value are on different meshes", why="ranks work together on one", fix="use one mesh")

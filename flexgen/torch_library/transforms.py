@@ -11,7 +11,8 @@ from flexgen.errors import UnsupportedProblemError
 from flexgen.runtime.differentiable import double_backward
 
 _INPUTS = 3  # query, key and value come first
-_MADE = 5  # output, logsumexp, its tail, and the gradients in the first two come last in the backward
+_MADE = 6  # output, logsumexp, its tail, and the gradients in output, logsumexp and max_scores come last
+_MAX_SCORES = 4  # where the flag stands among the rest of a Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +72,14 @@ class _Attention(torch.autograd.Function):
         plain, *tensors = inputs
         ctx.plain = plain
         ctx.save_for_backward(*tensors, output[0], output[1], output[3])
-        ctx.mark_non_differentiable(output[2], output[3])
+        ctx.mark_non_differentiable(output[3], *([] if plain.rest[_MAX_SCORES] else [output[2]]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *tensors, output, logsumexp, tail = ctx.saved_tensors
         count = _INPUTS + ctx.plain.buffer_count
         wanted = list(ctx.needs_input_grad[1 : count + 1])
-        found = iter(_Gradients.apply(ctx.plain, wanted, *tensors, output, logsumexp, tail, *grads[:2]))  # type: ignore[no-untyped-call]
+        found = iter(_Gradients.apply(ctx.plain, wanted, *tensors, output, logsumexp, tail, *grads[:3]))  # type: ignore[no-untyped-call]
         results = [next(found) if is_wanted else None for is_wanted in wanted]
         return (None, *results, *[None] * (len(tensors) - count))
 
