@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -19,6 +20,7 @@ from flexgen.ir.graph import Axis
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import DEFAULT_TARGET, Target, target_named
 from flexgen.options import Options
+from flexgen.pickling import check_pickles
 from flexgen.pipeline import ForwardKernel, Understood, compile_forward, compile_table, has_tail, understand
 from flexgen.problem import INDEX_LIMIT, Guard, Problem, TableForm
 from flexgen.runtime.bind import bind
@@ -101,8 +103,20 @@ class Attention:
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the callables and options alone."""
+        """Pickle as the callables and options alone.
+
+        Raises:
+            ModPicklingError: a mod could not be found again by its name.
+        """
+        check_pickles(self.score_mod, self.mask_mod)
         return Attention, (self.score_mod, self.mask_mod, self.options)
+
+    def __copy__(self) -> Attention:
+        return Attention(self.score_mod, self.mask_mod, self.options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
+        """Copy as the callables and options alone: a copied module's mods read the copy."""
+        return Attention(copy.deepcopy(self.score_mod, memo), copy.deepcopy(self.mask_mod, memo), self.options)
 
     def __call__(
         self,

@@ -1,12 +1,13 @@
-"""Mods that exist only inside a region that torch.compile traces, such as functions that the traced code defines.
+"""Mods that torch.compile does not show as they are, such as functions that the traced code defines, and partials.
 
-There is no Python object to capture, so the mod is called once under torch.compile's own tracing, on tensors of the
+There is no Python object to capture, so such a mod is called once under torch.compile's own tracing, on tensors of the
 meta device, with a mode that records each operation. The record is a constant of the trace; replayed as a function, it
 is captured like any mod. Tensors that are no result of the record are captured ones, and arguments of the operator.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +35,10 @@ class RecordedForm:
     order: tuple[int, ...]
 
 
-def is_local(mod: Any) -> bool:
-    """Whether the code that torch.compile traces defined the function: such a one shows no closure."""
+def shows_no_values(mod: Any) -> bool:
+    """Whether torch.compile does not let a mod's values be looked at: a partial, or a function of the traced code."""
+    if isinstance(mod, functools.partial):
+        return True
     if not isinstance(mod, types.FunctionType):
         return False
     try:

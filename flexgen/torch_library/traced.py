@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
-from flexgen.capture.live import LiveMods
+from flexgen.capture.live import LiveMods, NumberHistory
 from flexgen.extras import Extras
 from flexgen.options import Options
 from flexgen.torch_library.block_lists import lists_of
@@ -24,7 +24,7 @@ from flexgen.torch_library.call import (
     seed_and_probability,
     share_of,
 )
-from flexgen.torch_library.recorded import form_of_records, is_local, record
+from flexgen.torch_library.recorded import form_of_records, record, shows_no_values
 from flexgen.torch_library.spec import AT_ZERO, KEPT, Starts
 
 Parts = tuple[Any, Any]
@@ -42,7 +42,7 @@ def call_traced(
     """Call the operator with the mods' captured values as its arguments; see `flex_attention`."""
     extras = Extras(scale, read_aux_request(return_aux), block_mask)
     tensors = autocast(tensors)
-    if is_local(score_mod) or is_local(mask_mod):
+    if shows_no_values(score_mod) or shows_no_values(mask_mod):
         outputs = _call_recorded(score_mod, mask_mod, options, tensors, extras)
     else:
         share = share_of(tensors, "bhsd")
@@ -87,12 +87,23 @@ def _form(
     query_dtype: torch.dtype,
     starts: Starts,
 ) -> OperatorForm:
-    mods = LiveMods(_mod(score_function, score_receiver), _mod(mask_function, mask_receiver))
+    numbers = _numbers(_code(score_function), _code(mask_function))
+    mods = LiveMods(_mod(score_function, score_receiver), _mod(mask_function, mask_receiver), numbers)
     return operator_form(mods, _options(options), query_dtype, starts)
 
 
 # torch.compile runs it while it traces and takes the result for a constant, see `Attention._operator_form`.
 _form._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=KEPT)
+def _numbers(score_code: Any, mask_code: Any) -> NumberHistory:
+    """Return what was seen of numbers in mods of this code, which a fresh closure over another number continues."""
+    return NumberHistory()
+
+
+def _code(function: Any) -> Any:
+    return getattr(function, "__code__", type(function))
 
 
 def _mod(function: Any, receiver: Any) -> Any:

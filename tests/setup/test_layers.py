@@ -30,6 +30,7 @@ LAYERS = (
         "explain",
         "extras",
         "lowered",
+        "pickling",
         "pipeline",
         "torch_library",
         "sinks",
