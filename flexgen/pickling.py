@@ -25,7 +25,7 @@ def check_pickles(*mods: Any) -> None:
             raise ModPicklingError(
                 f"the mod {function.__qualname__} of {function.__module__} cannot be pickled",
                 why=f"it is {kind}, so loading could not find it by its name",
-                fix="define it at the top level of a module, and pass what it captures through functools.partial, or as "
+                fix="define it at the top level of a module; pass what it captures through functools.partial, or as "
                 "attributes of an object whose method it is; to keep a model's parameters, save its state_dict()",
             )
 
