@@ -35,8 +35,8 @@ def report(curves: Mapping[str, Sequence[float]], about: Mapping[str, str]) -> s
     lines += [f"- {name}: {value}" for name, value in about.items()]
     lines += [
         "",
-        f"A GPT of {SIZE.layers} layers, width {SIZE.width}, {SIZE.heads} heads and {SIZE.length} tokens, in bfloat16, with",
-        "a learned bias per head and distance.",
+        f"A GPT of {SIZE.layers} layers, width {SIZE.width}, {SIZE.heads} heads and {SIZE.length} tokens, in bfloat16;",
+        "with a learned bias per head and distance.",
         f"Largest difference of the losses: {largest_difference(*curves.values()):.5f}.",
         "",
         "| step | " + " | ".join(names) + " | difference |",
