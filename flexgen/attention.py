@@ -48,10 +48,10 @@ from flexgen.sinks import add_sinks, check_sinks
 from flexgen.tables import Tables, check_derived, placeholder_lists
 from flexgen.torch_library.call import (
     OperatorForm,
+    OperatorForms,
     autocast,
     call_operator,
     needs_operator,
-    operator_form,
     refuse_distributed,
     share_of,
 )
@@ -93,6 +93,7 @@ class Attention:
         self.options = options
         self._forward_options = options.forward()
         self._mods = LiveMods(score_mod, mask_mod)
+        self._forms = OperatorForms(self._mods, options)
         self._understood: dict[int, Understood] = {}
         self._kernels: dict[Hashable, Kernel] = {}
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
@@ -260,7 +261,7 @@ class Attention:
         return call_operator(form, self.score_mod, self.mask_mod, tensors, extras, share)
 
     def _operator_form(self, query_dtype: torch.dtype, starts: Starts) -> OperatorForm:
-        return operator_form(self._mods, self.options, query_dtype, starts)
+        return self._forms.of(query_dtype, starts)
 
     # torch.compile runs this while it traces and takes the result for a constant: what the result depends on is read,
     # and so guarded, by `call_operator`.

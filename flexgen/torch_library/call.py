@@ -11,7 +11,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
-from flexgen.capture.live import LiveMods, Reading
+from flexgen.capture.live import Captured, LiveMods, Reading
 from flexgen.capture.traceable import Reader, read
 from flexgen.extras import Extras
 from flexgen.options import Layout, Options
@@ -19,7 +19,7 @@ from flexgen.runtime.dropout import Dropout
 from flexgen.torch_library.block_lists import Lists, lists_of
 from flexgen.torch_library.distributed import PLAIN, is_distributed
 from flexgen.torch_library.refuse import refuse
-from flexgen.torch_library.spec import AT_ZERO, Starts, print_options, spec_of
+from flexgen.torch_library.spec import AT_ZERO, KEPT, Starts, print_options, spec_of
 from flexgen.torch_library.transforms import call_transformed
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key, value
@@ -34,18 +34,32 @@ class OperatorForm:
     reader: Reader
 
 
-def operator_form(mods: LiveMods, options: Options, query_dtype: torch.dtype, starts: Starts = AT_ZERO) -> OperatorForm:
-    """Return the form of a call by the mods as they are now, its first b, h and q_idx at `starts`."""
-    reading, spec = spec_for(mods, query_dtype, starts)
-    return OperatorForm(spec, print_options(options), mods.reader(reading.captured))
+class OperatorForms:
+    """The forms of calls by a pair of mods, each made once for what the mods are at a call."""
+
+    def __init__(self, mods: LiveMods, options: Options) -> None:
+        self._mods = mods
+        self._options = options
+        self._forms: dict[tuple[int, Starts], tuple[Captured, OperatorForm]] = {}
+
+    def of(self, query_dtype: torch.dtype, starts: Starts = AT_ZERO) -> OperatorForm:
+        """Return the form of a call by the mods as they are now, its first b, h and q_idx at `starts`."""
+        captured = read_mods(self._mods, query_dtype).captured
+        key = (id(captured), starts)
+        kept = self._forms.get(key)
+        if kept is None or kept[0] is not captured:
+            if len(self._forms) >= KEPT:
+                self._forms.clear()
+            form = OperatorForm(spec_of(captured, starts), print_options(self._options), self._mods.reader(captured))
+            kept = self._forms[key] = (captured, form)
+        return kept[1]
 
 
-def spec_for(mods: LiveMods, query_dtype: torch.dtype, starts: Starts = AT_ZERO) -> tuple[Reading, str]:
-    """Return the mods as they are now, read and as text, with the operators at hand."""
+def read_mods(mods: LiveMods, query_dtype: torch.dtype) -> Reading:
+    """Return the mods as they are now, with the operators at hand."""
     import_module("flexgen.torch_library.ops")  # registers the operators, which few programs need
     with temporarily_clear_interpreter_stack():  # captured tensors are looked at, not computed with
-        reading = mods.current(score_dtype(query_dtype))
-    return reading, spec_of(reading.captured, starts)
+        return mods.current(score_dtype(query_dtype))
 
 
 def score_dtype(query_dtype: torch.dtype) -> torch.dtype:
@@ -139,7 +153,7 @@ def refuse_distributed(buffers: Sequence[torch.Tensor]) -> None:
     Raises:
         UnsupportedProblemError: a captured tensor is a DTensor.
     """
-    if any([is_distributed(buffer) for buffer in buffers]):  # noqa: C419 (faster, and torch.compile traces it)
+    if any([type(buffer) not in PLAIN and is_distributed(buffer) for buffer in buffers]):  # noqa: C419 (faster)
         refuse(
             "a captured tensor is a DTensor, while query, key and value are plain tensors",
             why="a plain tensor does not say which part of the whole it is, and the DTensor may be sharded",

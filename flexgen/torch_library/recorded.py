@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from flexgen.capture.live import LiveMods
 from flexgen.options import Options
-from flexgen.torch_library.call import spec_for
-from flexgen.torch_library.spec import Starts, print_options
+from flexgen.torch_library.call import read_mods
+from flexgen.torch_library.spec import Starts, print_options, spec_of
 
 _INDICES = 4  # b, h, q_idx, kv_idx
 
@@ -150,9 +150,9 @@ def form_of_records(
     """
     captured = [torch.empty(shape, dtype=dtype, device="meta").requires_grad_(grad) for dtype, shape, grad in kinds]
     mods = LiveMods(_replay(score, captured), _replay(mask, captured))
-    reading, spec = spec_for(mods, query_dtype, starts)
+    reading = read_mods(mods, query_dtype)
     places = [next(i for i, tensor in enumerate(captured) if tensor is buffer) for buffer in reading.buffers]
-    return RecordedForm(spec, print_options(Options.of(dict(options))), tuple(places))
+    return RecordedForm(spec_of(reading.captured, starts), print_options(Options.of(dict(options))), tuple(places))
 
 
 # torch.compile runs it while it traces and takes the result for a constant: it depends on constants alone.

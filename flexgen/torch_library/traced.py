@@ -15,11 +15,11 @@ from flexgen.options import Options
 from flexgen.torch_library.block_lists import lists_of
 from flexgen.torch_library.call import (
     OperatorForm,
+    OperatorForms,
     Tensors,
     autocast,
     call_operator,
     call_with,
-    operator_form,
     score_dtype,
     seed_and_probability,
     share_of,
@@ -89,7 +89,7 @@ def _form(
 ) -> OperatorForm:
     numbers = _numbers(_code(score_function), _code(mask_function))
     mods = LiveMods(_mod(score_function, score_receiver), _mod(mask_function, mask_receiver), numbers)
-    return operator_form(mods, _options(options), query_dtype, starts)
+    return OperatorForms(mods, _options(options)).of(query_dtype, starts)
 
 
 # torch.compile runs it while it traces and takes the result for a constant, see `Attention._operator_form`.

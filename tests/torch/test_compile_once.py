@@ -51,7 +51,7 @@ def batch_of(batch: int, length: int) -> list[torch.Tensor]:
 def test_lengths_and_batches_share_a_forward_and_a_backward(dynamic, most):
     module, counter = BiasedAttention(), Counter()
     traced = torch.compile(module, fullgraph=True, dynamic=dynamic, backend=counter.backend)
-    for batch, length in ((3, 18), (2, 20), (4, 23), (2, 29), (5, 9)):
+    for batch, length in ((3, 18), (2, 20), (4, 23), (5, 9)):
         inputs = batch_of(batch, length)
         expected = run_with_gradients(module, inputs, [module.bias])
         assert_same(run_with_gradients(traced, inputs, [module.bias]), expected)
@@ -105,7 +105,7 @@ def test_fresh_mods_of_the_same_code_share_a_graph(name):
     """The first two values of an integer compile: torch.compile and flexgen both take the first for a constant."""
     counter = CompileCounterWithBackend("aot_eager")
     traced = torch.compile(_drop_in, fullgraph=True, backend=counter)
-    for number in range(2, 7):
+    for number in range(2, 5):
         bias, inputs = torch.randn(2, requires_grad=True), draw()
         mod = FRESH[name](bias, number)
         expected = run_with_gradients(lambda *t, mod=mod: _drop_in(*t, mod), inputs, [bias])

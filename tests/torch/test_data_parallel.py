@@ -47,11 +47,14 @@ def _sharded(model: nn.Module, per_layer: bool, after_forward: bool) -> nn.Modul
     return fully_shard(model, mesh=mesh, reshard_after_forward=after_forward)
 
 
-@pytest.mark.parametrize("per_layer", [True, False], ids=["each layer", "whole model"])
+@pytest.mark.parametrize(
+    "per_layer", [pytest.param(True, id="each layer"), pytest.param(False, id="whole model", marks=pytest.mark.slow)]
+)
 def test_fully_sharded_module(ranks, per_layer):
     ranks.run(_check_fully_sharded, per_layer, True, False)
 
 
+@pytest.mark.slow
 def test_fully_sharded_module_that_stays_whole_until_the_backward(ranks):
     ranks.run(_check_fully_sharded, True, False, False)
 
