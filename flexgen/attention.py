@@ -250,9 +250,9 @@ class Attention:
         """Make the call as one operator that whatever traces the program can see; torch.compile traces this."""
         if extras.validate:
             refuse(
-                "validate=True was passed to a call that is being traced",
+                "validate=True was passed to a call that is being traced, or is made of DTensors",
                 why="it looks at the lists' contents, which a trace does not have",
-                fix="validate the block table in a call outside of the compiled region",
+                fix="validate the block table in a call of plain tensors, outside of a compiled region",
             )
         if extras.block_table is not None:
             self._check_mask_of(extras.block_table)

@@ -47,7 +47,10 @@ def batch_of(batch: int, length: int) -> list[torch.Tensor]:
     return [tensor.detach().requires_grad_() for tensor in drawn]
 
 
-@pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (None, 2)], ids=["dynamic", "automatic"])
+@pytest.mark.parametrize(
+    ("dynamic", "most"),
+    [pytest.param(True, 1, id="dynamic"), pytest.param(None, 2, id="automatic", marks=pytest.mark.slow)],
+)
 def test_lengths_and_batches_share_a_forward_and_a_backward(dynamic, most):
     module, counter = BiasedAttention(), Counter()
     traced = torch.compile(module, fullgraph=True, dynamic=dynamic, backend=counter.backend)

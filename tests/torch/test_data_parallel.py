@@ -59,6 +59,7 @@ def test_fully_sharded_module_that_stays_whole_until_the_backward(ranks):
     ranks.run(_check_fully_sharded, True, False, False)
 
 
+@pytest.mark.slow
 def test_compiled_layers_of_a_fully_sharded_module(ranks):
     ranks.run(_check_fully_sharded, True, True, True)
 

@@ -110,7 +110,7 @@ def test_dtensors_give_what_one_process_gives(ranks, case):
     ranks.run(_check_case, case, False)
 
 
-@pytest.mark.parametrize("case", ["heads", "batches"])
+@pytest.mark.parametrize("case", ["heads", pytest.param("batches", marks=pytest.mark.slow)])
 def test_compiled_calls_of_dtensors(ranks, case):
     ranks.run(_check_case, case, True)
 
