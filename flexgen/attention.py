@@ -15,6 +15,7 @@ from flexgen.capture.live import LiveMods, Reading
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
 from flexgen.extras import NO_EXTRAS, Extras
 from flexgen.ir.graph import Axis
+from flexgen.jagged import is_nested, read_jagged
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import DEFAULT_TARGET, Target, target_named
 from flexgen.options import Options
@@ -38,6 +39,7 @@ from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
+from flexgen.runtime.packing import Packing, check_contents, check_packing, packing_of, refuse_table
 from flexgen.runtime.prepared import Prepared, tensor_form
 from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.sinks import add_sinks, check_sinks
@@ -102,6 +104,8 @@ class Attention:
         return_aux: AuxRequest | None = None,
         *,
         block_table: Any = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         validate: bool = False,
     ) -> Any:
@@ -116,9 +120,18 @@ class Attention:
             return_aux: auxiliary outputs to return.
             block_table: what `block_table(query, key)` returned; or a torch BlockMask: only its listed blocks are
                 visited, and mask_mod is applied on partial blocks only.
+            cu_seqlens_q: [sequences + 1], int32 or int64, on the query's device: the batch is 1, and sequence i is the
+                queries [cu_seqlens_q[i], cu_seqlens_q[i + 1]), which see the keys of the same sequence alone. It begins
+                with 0 and never decreases; queries behind its last entry give 0 and a logsumexp of -inf. For the mods
+                b is i, and q_idx and kv_idx count from the sequence's first token. Contents may change freely: nothing
+                is waited for and nothing compiled again.
+            cu_seqlens_k: the same of keys and values; None where they are packed as the queries are.
             sinks: [Hq], floating: a logit for each query head that only enlarges the softmax's denominator; it may
                 require grad. The logsumexp includes it, max_scores do not.
-            validate: check the block table's lists; waits for the device.
+            validate: check the contents of block table and cu_seqlens; waits for the device.
+
+        query, key and value may be nested tensors of the jagged layout: their sequences are packed, each by itself, and
+        what is returned is nested as the query is.
 
         Returns:
             [B, Hq, Lq, Dv] in the query's dtype and layout; with return_aux, a pair with an AuxOutput. A row without
@@ -130,13 +143,16 @@ class Attention:
             OptionError: an option cannot be honoured for this problem.
         """
         aux = read_aux_request(return_aux)
+        packing = packing_of(cu_seqlens_q, cu_seqlens_k)
+        if is_nested(query, key, value):
+            jagged = read_jagged(query, key, value, self.options.layout, packing)
+            given = {"block_table": block_table, "sinks": sinks, "validate": validate}
+            return jagged.nested(self(*jagged.tensors, scale, return_aux, **jagged.packing.named, **given))
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
-        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, validate)
+        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, packing, validate)
         if needs_operator(query):
-            if query.is_nested:
-                check_tensors(*tensors, self.options.layout)
             outputs = self._through_operator(tensors, extras)
         else:
             outputs = self.run(self._read(*tensors), tensors, extras)
@@ -174,9 +190,9 @@ class Attention:
         values = Values(reading.buffers, buffers, reading.scalars)
         lists = self._tables.lists(prepared.request, extras.block_table, values)
         if records:
-            outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras.block_table)
+            outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras)
         else:
-            outputs = prepared.run(query, key, value, buffers, reading.scalars, lists)
+            outputs = prepared.run(query, key, value, buffers, reading.scalars, lists, extras.packing)
         if self.options.layout == "bshd":
             outputs["output"] = outputs["output"].transpose(1, 2)
         return outputs
@@ -240,17 +256,18 @@ class Attention:
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         buffers: Any,
         lists: Any,
-        block_table: Any,
+        extras: Extras,
     ) -> dict[str, torch.Tensor]:
         """Run a prepared forward under autograd."""
         basis: Basis = prepared.basis(reading.scalars)
-        if isinstance(block_table, DerivedTable):
-            basis = replace(basis, given=block_table)
+        if isinstance(extras.block_table, DerivedTable):
+            basis = replace(basis, given=extras.block_table)
         query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
         inputs = (query, _broadcast(key, query.shape[0]), _broadcast(value, query.shape[0]), *buffers)
         step = Step(
-            lambda: prepared.run(*tensors, buffers, reading.scalars, lists),
+            lambda: prepared.run(*tensors, buffers, reading.scalars, lists, extras.packing),
             lambda *given: self._training.backward(basis, *given),
+            extras.packing,
         )
         return attend(step, inputs)
 
@@ -264,6 +281,8 @@ class Attention:
         *,
         target: str | None = None,
         block_table: Any = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
     ) -> Lowered:
         """Lower for the given tensors without running; they may be real, meta or fake.
 
@@ -274,11 +293,16 @@ class Attention:
             The forward; and the backward kernels, if one of the tensors or of the captured ones requires grad.
         """
         aux = read_aux_request(return_aux)
+        packing = packing_of(cu_seqlens_q, cu_seqlens_k)
+        if is_nested(query, key, value):
+            jagged = read_jagged(query, key, value, self.options.layout, packing)
+            packing, (query, key, value) = jagged.packing, jagged.tensors
         reading = self._read(query, key, value)
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
         loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
+        extras = Extras(scale, aux, block_table, packing)
         chip = target_named(target) if target else _offline_target(query)
-        call = self._describe(reading, query, key, value, Extras(scale, aux, block_table), chip)
+        call = self._describe(reading, query, key, value, extras, chip)
         forward = self._compile(call, chip)
         values = bind(forward.source.args, call.launch, call.outputs.allocate(query.to("meta")))
         form = call.derived
@@ -362,6 +386,7 @@ class Attention:
             tensor_form(value),
             scale,
             extras.aux,
+            extras.packing.form if extras.packing is not None else None,
             table_form(block_table) if block_table is not None else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]),
             self._scalar_form(reading),
@@ -388,6 +413,7 @@ class Attention:
         check_tensors(query, key, value, layout)
         query, key, value = (to_bhsd(tensor, layout) for tensor in (query, key, value))
         batch, q_heads, q_len, head_dim = query.shape
+        packing = _checked_packing(extras, query, key)
         table = self._table(extras, reading, query, key)
         launch = Launch(
             batch=batch,
@@ -400,6 +426,7 @@ class Attention:
             table=table_lists(table) if isinstance(table, BlockTable) else {},
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
+            cu_seqlens=packing.named if packing else {},
         )
         tail = aux.lse and has_tail(self._understand(reading), query.dtype)
         outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores, tail=tail)
@@ -527,6 +554,19 @@ def _basis_maker(call: _Call, target: Target) -> Callable[[Any], Basis]:
 def _offline_target(query: torch.Tensor) -> Target:
     """Return the target to lower for where none is named: the tensors' GPU, or the default chip."""
     return target_of(query.device) if query.device.type == "cuda" else target_named(DEFAULT_TARGET)
+
+
+def _checked_packing(extras: Extras, query: torch.Tensor, key: torch.Tensor) -> Packing | None:
+    """Return where packed sequences begin, checked against tensors in [B, H, L, D] order."""
+    packing = extras.packing
+    if packing is None:
+        return None
+    if extras.block_table is not None:
+        raise refuse_table()
+    check_packing(packing, query, key)
+    if extras.validate:
+        check_contents(packing, query, key)
+    return packing
 
 
 def _broadcast(tensor: torch.Tensor, batch: int) -> torch.Tensor:

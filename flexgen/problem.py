@@ -37,6 +37,7 @@ class Problem:
         table: the block table's form, when the call brings one.
         output_logsumexp, output_max: which auxiliary outputs are asked for.
         has_offsets: q_idx and kv_idx start at run-time offsets instead of 0.
+        cu_seqlens: dtype of the offsets of sequences that are packed along the length; None where none are.
     """
 
     query_dtype: torch.dtype
@@ -51,6 +52,7 @@ class Problem:
     output_logsumexp: bool = False
     output_max: bool = False
     has_offsets: bool = False
+    cu_seqlens: torch.dtype | None = None
 
     @property
     def accumulator_dtype(self) -> torch.dtype:

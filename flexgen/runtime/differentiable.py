@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from flexgen.errors import UnsupportedProblemError
+from flexgen.runtime.packing import Packing
 
 Outputs = dict[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor]
@@ -25,6 +26,7 @@ class Saved:
     logsumexp: torch.Tensor
     tail: torch.Tensor | None  # what rounding took from the logsumexp, where scores may be extreme
     buffers: tuple[torch.Tensor, ...]
+    packing: Packing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,12 @@ class Step:
         forward: launches the forward kernel; the outputs include `logsumexp`.
         backward: (saved, grad of output, grad of logsumexp or None, wanted names) -> gradients by name: "query",
             "key", "value", and "buffer <i>" for a captured tensor.
+        packing: where packed sequences begin, which the backward reads again.
     """
 
     forward: Callable[[], Outputs]
     backward: Callable[[Saved, torch.Tensor, torch.Tensor | None, frozenset[str]], Gradients]
+    packing: Packing | None = None
 
 
 class _Attend(torch.autograd.Function):
@@ -46,13 +50,17 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, step: Step, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = step.forward()
         ctx.compute = step.backward  # alone: the forward holds the inputs, which saved-tensor hooks may want to free
-        ctx.save_for_backward(*inputs, outputs["output"], outputs["logsumexp"], outputs.get("logsumexp_tail"))
+        made = (outputs["output"], outputs["logsumexp"], outputs.get("logsumexp_tail"))
+        offsets = step.packing.tensors if step.packing else ()
+        ctx.save_for_backward(*inputs, *made, *offsets)
+        ctx.input_count = len(inputs)
         ctx.set_materialize_grads(False)
         return tuple(outputs[name] for name in ("output", "logsumexp", "max_scores") if name in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        *inputs, output, logsumexp, tail = ctx.saved_tensors
+        inputs = ctx.saved_tensors[: ctx.input_count]
+        output, logsumexp, tail, *offsets = ctx.saved_tensors[ctx.input_count :]
         if len(grads) > 2 and grads[2] is not None:
             raise UnsupportedProblemError(
                 "the loss depends on max_scores, which flexgen does not differentiate",
@@ -64,7 +72,7 @@ class _Attend(torch.autograd.Function):
         wanted = frozenset(name for name, needs in zip(names, needed, strict=True) if needs)
         grad_output = grads[0] if grads[0] is not None else torch.zeros_like(output)
         query, key, value, *buffers = inputs
-        saved = Saved(query, key, value, output, logsumexp, tail, tuple(buffers))
+        saved = Saved(query, key, value, output, logsumexp, tail, tuple(buffers), Packing(*offsets) if offsets else None)
         with torch.no_grad():
             found = ctx.compute(saved, grad_output, grads[1], wanted)
         if torch.is_grad_enabled():  # create_graph=True: what the gradients depend on must not be forgotten

@@ -28,6 +28,7 @@ LAYERS = (
         "block_states",
         "explain",
         "extras",
+        "jagged",
         "lowered",
         "pipeline",
         "torch_library",

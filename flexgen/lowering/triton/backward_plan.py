@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flexgen.lowering.decision import Decision
+from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
 
@@ -102,6 +103,8 @@ class BackwardPlan:
     matrix_instr_nonkdim: int | None
     waves_per_eu: int | None
     shared_bytes: int
+    SEARCH_WIDTH: int
+    index_map: IndexMap
     schedule: Schedule
     scatter: tuple[ScatterSite, ...]
     accumulation: Accumulation
