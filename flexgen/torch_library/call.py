@@ -14,6 +14,7 @@ from flexgen.capture.live import LiveMods, Reading
 from flexgen.capture.traceable import Reader, read
 from flexgen.extras import Extras
 from flexgen.options import Options
+from flexgen.runtime.packing import refuse_table
 from flexgen.torch_library.block_lists import lists_of
 from flexgen.torch_library.spec import print_options, spec_of
 from flexgen.torch_library.transforms import call_transformed
@@ -84,8 +85,22 @@ def call_operator(
     """
     captured = read(form.reader, score_mod, mask_mod)
     lists, sizes = lists_of(extras.block_table)
+    offsets = offsets_of(extras)
     numbers = (captured.integers, captured.floats, extras.scale, extras.aux.max_scores)
-    return call_with(*tensors, captured.buffers, lists, sizes, *numbers, form.spec, form.options)
+    return call_with(*tensors, captured.buffers, lists, offsets, sizes, *numbers, form.spec, form.options)
+
+
+def offsets_of(extras: Extras) -> list[torch.Tensor]:
+    """Return the operator's argument `cu_seqlens`.
+
+    Raises:
+        UnsupportedProblemError: a block mask was given too.
+    """
+    if extras.packing is None:
+        return []
+    if extras.block_table is not None:
+        raise refuse_table()
+    return list(extras.packing.tensors)
 
 
 def call_with(*arguments: Any) -> dict[str, torch.Tensor]:

@@ -64,7 +64,7 @@ def _call_recorded(
     buffers = [captured[place] for place in form.order]
     lists, sizes = lists_of(extras.block_table)
     numbers: tuple[Any, ...] = ([], [], extras.scale, extras.aux.max_scores)
-    return call_with(*tensors, buffers, lists, sizes, *numbers, form.spec, form.options)
+    return call_with(*tensors, buffers, lists, [], sizes, *numbers, form.spec, form.options)
 
 
 def _parts(mod: Any) -> Parts:

@@ -20,20 +20,23 @@ class Plain:
 
     Attributes:
         buffer_count: how many captured tensors follow query, key and value.
+        offset_count: how many tensors of `cu_seqlens` follow those.
         has_list: for each of a block mask's lists, whether it is there.
         rest: the arguments after the lists.
     """
 
     buffer_count: int
+    offset_count: int
     has_list: tuple[bool, ...]
     rest: tuple[Any, ...]
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Return the operator's arguments."""
-        end = _INPUTS + self.buffer_count
+        buffers_end = _INPUTS + self.buffer_count
+        end = buffers_end + self.offset_count
         lists = iter(tensors[end:])
         block_lists = [next(lists) if has else None for has in self.has_list]
-        return (*tensors[:_INPUTS], list(tensors[_INPUTS:end]), block_lists, *self.rest)
+        return (*tensors[:_INPUTS], list(tensors[_INPUTS:buffers_end]), block_lists, list(tensors[buffers_end:end]), *self.rest)
 
 
 class _Gradients(torch.autograd.Function):
@@ -95,10 +98,10 @@ def _forward_mode() -> UnsupportedProblemError:
 
 def call_transformed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Call the operator so that torch.func.grad, vjp, jacrev and vmap work; jvp is refused by name."""
-    query, key, value, buffers, lists, *rest = arguments
-    plain = Plain(len(buffers), tuple([tensor is not None for tensor in lists]), tuple(rest))
+    query, key, value, buffers, lists, offsets, *rest = arguments
+    plain = Plain(len(buffers), len(offsets), tuple([tensor is not None for tensor in lists]), tuple(rest))
     present = [tensor for tensor in lists if tensor is not None]
     outputs: tuple[torch.Tensor, ...] = _Attention.apply(  # type: ignore[no-untyped-call]
-        plain, query, key, value, *buffers, *present
+        plain, query, key, value, *buffers, *offsets, *present
     )
     return outputs
