@@ -144,10 +144,10 @@ class Attention:
         """
         aux = read_aux_request(return_aux)
         packing = packing_of(cu_seqlens_q, cu_seqlens_k)
+        jagged = None
         if is_nested(query, key, value):
             jagged = read_jagged(query, key, value, self.options.layout, packing)
-            given = {"block_table": block_table, "sinks": sinks, "validate": validate}
-            return jagged.nested(self(*jagged.tensors, scale, return_aux, **jagged.packing.named, **given))
+            packing, (query, key, value) = jagged.packing, jagged.tensors
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
@@ -158,7 +158,8 @@ class Attention:
             outputs = self.run(self._read(*tensors), tensors, extras)
         if sinks is not None:
             outputs |= self._with_sinks(outputs, sinks)
-        return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+        result = outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+        return result if jagged is None else jagged.nested(result)
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
         output, lse = outputs["output"], outputs["logsumexp"]

@@ -72,7 +72,9 @@ class _Attend(torch.autograd.Function):
         wanted = frozenset(name for name, needs in zip(names, needed, strict=True) if needs)
         grad_output = grads[0] if grads[0] is not None else torch.zeros_like(output)
         query, key, value, *buffers = inputs
-        saved = Saved(query, key, value, output, logsumexp, tail, tuple(buffers), Packing(*offsets) if offsets else None)
+        saved = Saved(
+            query, key, value, output, logsumexp, tail, tuple(buffers), Packing(*offsets) if offsets else None
+        )
         with torch.no_grad():
             found = ctx.compute(saved, grad_output, grads[1], wanted)
         if torch.is_grad_enabled():  # create_graph=True: what the gradients depend on must not be forgotten

@@ -41,7 +41,7 @@ class Packing:
     @property
     def form(self) -> Hashable:
         """Return everything that a prepared launch depends on: not the contents, nor the address."""
-        return tuple([(t.shape, t.stride(), t.dtype, t.get_device()) for t in self.tensors])
+        return tuple([(t.shape, t.stride(), t.dtype, t.device) for t in self.tensors])
 
 
 def packing_of(cu_seqlens_q: Any, cu_seqlens_k: Any) -> Packing | None:

@@ -70,7 +70,13 @@ class Prepared:
         lists: Mapping[str, torch.Tensor],
         packing: Packing | None,
     ) -> dict[str, torch.Tensor]:
-        """Launch with these tensors, captured values, lists of a derived table and offsets of sequences; return the outputs."""
+        """Launch and return the outputs.
+
+        Args:
+            query, key, value, buffers, scalars: the call's tensors and captured values.
+            lists: of a derived table.
+            packing: where packed sequences begin.
+        """
         outputs = self._outputs.allocate(query)
         tensors = {"query": query, "key": key, "value": value, **outputs}
         values = self._values.copy()

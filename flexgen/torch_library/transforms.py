@@ -36,7 +36,13 @@ class Plain:
         end = buffers_end + self.offset_count
         lists = iter(tensors[end:])
         block_lists = [next(lists) if has else None for has in self.has_list]
-        return (*tensors[:_INPUTS], list(tensors[_INPUTS:buffers_end]), block_lists, list(tensors[buffers_end:end]), *self.rest)
+        return (
+            *tensors[:_INPUTS],
+            list(tensors[_INPUTS:buffers_end]),
+            block_lists,
+            list(tensors[buffers_end:end]),
+            *self.rest,
+        )
 
 
 class _Gradients(torch.autograd.Function):

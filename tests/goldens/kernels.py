@@ -51,6 +51,7 @@ class KernelCase:
     Attributes:
         build: returns (score_mod, mask_mod); or a generator that yields them and then changes what they capture.
         make_table: makes the block mask of mask_mod, where the call brings one.
+        sequences: how many are packed along the length; None where each is an entry of the batch.
     """
 
     build: Callable[[], Any]
@@ -58,6 +59,7 @@ class KernelCase:
     options: Mapping[str, Any]
     aux: flexgen.AuxRequest | None
     make_table: Callable[[Mod], Any] | None
+    sequences: int | None = None
 
     @property
     def name(self) -> str:
@@ -72,7 +74,16 @@ class KernelCase:
 
     def _lower(self, attention: flexgen.Attention, target: str) -> Lowered:
         table = self.make_table(attention.mask_mod) if self.make_table and attention.mask_mod else None
-        return attention.lower(*self.sizes.tensors(), return_aux=self.aux, target=target, block_table=table)
+        given = {"return_aux": self.aux, "target": target, "block_table": table}
+        return attention.lower(*self.sizes.tensors(), **given, **offsets(self.sequences))
+
+
+def offsets(sequences: int | None) -> dict[str, torch.Tensor]:
+    """Return the offsets of packed sequences as a call takes them, without memory."""
+    if sequences is None:
+        return {}
+    listed = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    return {"cu_seqlens_q": listed, "cu_seqlens_k": listed.clone()}
 
 
 def kernel(
@@ -81,9 +92,10 @@ def kernel(
     options: Mapping[str, Any] = MappingProxyType({}),
     aux: flexgen.AuxRequest | None = None,
     make_table: Callable[[Mod], Any] | None = None,
+    sequences: int | None = None,
 ) -> Callable[[Callable[[], Any]], KernelCase]:
     """Turn a builder of (score_mod, mask_mod) into the case named after it."""
-    return lambda build: KernelCase(build, sizes, options, aux, make_table)
+    return lambda build: KernelCase(build, sizes, options, aux, make_table, sequences)
 
 
 def blocks(q_block_size: int, kv_block_size: int, sizes: Sizes = SIZES) -> Callable[[Mod], Any]:
@@ -237,6 +249,16 @@ def logsumexp_and_maximum():
         return (q_idx >= kv_idx) & (q_idx >= 100)
 
     return None, first_rows_are_empty
+
+
+@kernel(Sizes(B=1, Hq=4, Hkv=2, Lq=4096, Lk=5000), sequences=16, aux=flexgen.AuxRequest(lse=True))
+def packed_sequences():
+    ahead = torch.zeros(16, dtype=torch.int32)
+
+    def causal_after_a_prefix(b, h, q_idx, kv_idx):
+        return q_idx + ahead[b] >= kv_idx
+
+    return None, causal_after_a_prefix
 
 
 # Options.
