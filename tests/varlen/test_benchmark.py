@@ -1,0 +1,28 @@
+"""The benchmark of packed documents, as far as it goes without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import varlen
+
+
+def test_documents_are_of_random_positive_lengths():
+    lengths = varlen.partition(1000, 40)
+    assert len(lengths) == 40 and sum(lengths) == 1000 and min(lengths) > 0 and len(set(lengths)) > 10
+    assert varlen.partition(40, 40) == [1] * 40
+
+
+def test_a_report_marks_wrong_results():
+    row = varlen.Row("forward", 64, 1000, 2, 10**9, {"packed": 1.0, "flex": 2.0}, {"packed": 0.001, "flex": 0.5})
+    assert row.tflops["packed"] == pytest.approx(2 * row.tflops["flex"])
+    text = varlen.report([row], {"device": "a chip"})
+    assert "| forward | 64 | 1000 | 2 | 8192 | 4096 | WRONG ['flex']" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_it_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["varlen"])
+    with pytest.raises(SystemExit, match="on a GPU"):
+        varlen.main()
