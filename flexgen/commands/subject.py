@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,12 +26,29 @@ from flexgen.runtime.device_target import target_of
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An attention and a problem to compile it for."""
+    """An attention and a problem to compile it for.
+
+    Attributes:
+        packed: lengths of sequences that are packed along the shape's; None where each is an entry of the batch.
+    """
 
     name: str
     attention: Attention
     shape: Shape
     dtype: torch.dtype
+    packed: tuple[int, ...] | None = None
+
+    @property
+    def sizes(self) -> str:
+        """The shape, and the lengths of packed sequences, for people."""
+        return str(self.shape) if self.packed is None else f"{self.shape} packed {','.join(map(str, self.packed))}"
+
+    def offsets(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """Return what a call takes besides tensors where sequences are packed."""
+        if self.packed is None:
+            return {}
+        offsets = torch.tensor([0, *itertools.accumulate(self.packed)], dtype=torch.int32)
+        return {"cu_seqlens_q": offsets.to(device)}
 
     def tensors(self, device: torch.device | str, seed: int | None = None) -> tuple[torch.Tensor, ...]:
         """Return query, key and value in the attention's layout: normal numbers, or without a seed unspecified ones."""
@@ -47,7 +65,7 @@ class Subject:
     def lower(self, target: str, aux: AuxRequest | None = None, *, backward: bool = False) -> Lowered:
         """Lower without allocating query, key or value, which require grad for the backward kernels."""
         query, key, value = (tensor.requires_grad_(backward) for tensor in self.tensors("meta"))
-        return self.attention.lower(query, key, value, return_aux=aux, target=target)
+        return self.attention.lower(query, key, value, return_aux=aux, target=target, **self.offsets("meta"))
 
 
 def load_subject(arguments: argparse.Namespace) -> Subject:
@@ -59,8 +77,11 @@ def load_subject(arguments: argparse.Namespace) -> Subject:
     """
     user = load_user_file(arguments.file)
     attention = Attention(user.score_mod, user.mask_mod, _options(user, dict(arguments.set)))
-    shape = arguments.shape or _shape_of(user) or DEFAULT_SHAPE
-    return Subject(str(arguments.file), attention, shape, getattr(torch, arguments.dtype))
+    shape: Shape = arguments.shape or _shape_of(user) or DEFAULT_SHAPE
+    packed: tuple[int, ...] | None = arguments.packed
+    if packed is not None:
+        shape = shape._replace(B=1, Lq=sum(packed), Lk=sum(packed))
+    return Subject(str(arguments.file), attention, shape, getattr(torch, arguments.dtype), packed)
 
 
 def _options(user: UserFile, settings: dict[str, Any]) -> Options:
