@@ -253,10 +253,10 @@ def logsumexp_and_maximum():
 
 @kernel(Sizes(B=1, Hq=4, Hkv=2, Lq=4096, Lk=5000), sequences=16, aux=flexgen.AuxRequest(lse=True))
 def packed_sequences():
-    ahead = torch.zeros(16, dtype=torch.int32)
+    prefix_length = torch.zeros(16, dtype=torch.int32)
 
     def causal_after_a_prefix(b, h, q_idx, kv_idx):
-        return q_idx + ahead[b] >= kv_idx
+        return q_idx + prefix_length[b] >= kv_idx
 
     return None, causal_after_a_prefix
 

@@ -6,7 +6,7 @@ tile         64 query rows x 64 keys, 4 warps, 3 stages   because: fits; masked:
                  at the mask's edges (measured on H200)
 sequences    packed: a tile counts the sequences that begin before it, 128 at a time: less than a map's own
                  launch
-keys         closed form: mask is an interval in kv_idx: [0, q_idx + ahead_buffer[b] + 1)
+keys         closed form: mask is an interval in kv_idx: [0, q_idx + prefix_length[b] + 1)
 rows safe    no   because: a packed sequence may have queries and no keys; the device alone knows
 flags        IS_DIVISIBLE=False, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=False,
                  BLOCKS_ARE_CONTIGUOUS=False, HAS_FULL_BLOCKS=False, USE_TMA=False, USE_SUBTILING=False,
@@ -30,11 +30,11 @@ ROW_MAX_FLOOR = tl.constexpr(-1e+38)  # below any score; finite when scaled
 
 
 @triton.jit
-def mask_mod(b, h, q_idx, kv_idx, ahead_buffer_ptr, ahead_buffer_size0):
+def mask_mod(b, h, q_idx, kv_idx, prefix_length_ptr, prefix_length_size0):
     """causal_after_a_prefix: the mask of one (query, key) pair; indices broadcast to the tile."""
-    # return q_idx + ahead[b] >= kv_idx
-    ahead_buffer_at_b = tl.load(ahead_buffer_ptr + b, mask=b < ahead_buffer_size0, other=0)
-    return q_idx.to(tl.int64) + ahead_buffer_at_b >= kv_idx
+    # return q_idx + prefix_length[b] >= kv_idx
+    prefix_length_at_b = tl.load(prefix_length_ptr + b, mask=b < prefix_length_size0, other=0)
+    return q_idx.to(tl.int64) + prefix_length_at_b >= kv_idx
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def rescale(acc, alpha):
 def attend(
     acc, row_max, row_sum, query,
     key_ptr, key_stride_kv, value_ptr, value_stride_kv, KV_LEN, b, h, q_idx,
-    ahead_buffer_ptr, ahead_buffer_size0,
+    prefix_length_ptr, prefix_length_size0,
     first, last, CHECKED: tl.constexpr,
 ):
     """Take one step of the online softmax for each key tile from first to last - 1."""
@@ -85,7 +85,7 @@ def attend(
         if CHECKED:
             score = tl.where(
                 column_exists[None, :] & mask_mod(
-                    b, h, q_idx[:, None], kv_idx[None, :], ahead_buffer_ptr, ahead_buffer_size0,
+                    b, h, q_idx[:, None], kv_idx[None, :], prefix_length_ptr, prefix_length_size0,
                 ),
                 score, float("-inf"),
             )
@@ -129,8 +129,8 @@ def forward(
     cu_seqlens_k_ptr,
     Q_TOTAL,
     SEQUENCES,
-    ahead_buffer_ptr,
-    ahead_buffer_size0,
+    prefix_length_ptr,
+    prefix_length_size0,
 ):
     # One program computes BLOCK_M query rows of one query head of one sequence.
     tiles_per_head = tl.cdiv(Q_TOTAL, BLOCK_M) + SEQUENCES
@@ -168,26 +168,26 @@ def forward(
 
     q_lo = q_start
     q_hi = tl.minimum(q_start + BLOCK_M, Q_LEN) - 1
-    # [0, q_idx + ahead_buffer[b] + 1)
+    # [0, q_idx + prefix_length[b] + 1)
     lo = 0
-    ahead_buffer_at_b = tl.load(ahead_buffer_ptr + b, mask=b < ahead_buffer_size0, other=0)
+    prefix_length_at_b = tl.load(prefix_length_ptr + b, mask=b < prefix_length_size0, other=0)
     hi = tl.cdiv(
-        tl.minimum(tl.maximum(q_hi.to(tl.int64) + ahead_buffer_at_b + 1, 0), KV_LEN).to(tl.int32), BLOCK_N,
+        tl.minimum(tl.maximum(q_hi.to(tl.int64) + prefix_length_at_b + 1, 0), KV_LEN).to(tl.int32), BLOCK_N,
     )
     full_hi = tl.minimum(
-        tl.maximum(q_lo.to(tl.int64) + ahead_buffer_at_b + 1, 0), KV_LEN,
+        tl.maximum(q_lo.to(tl.int64) + prefix_length_at_b + 1, 0), KV_LEN,
     ).to(tl.int32) // BLOCK_N
     full_hi = tl.minimum(tl.maximum(full_hi, lo), hi)
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, query,
         key_ptr, key_stride_kv, value_ptr, value_stride_kv, KV_LEN, b, h, q_idx,
-        ahead_buffer_ptr, ahead_buffer_size0,
+        prefix_length_ptr, prefix_length_size0,
         lo, full_hi, False,
     )
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, query,
         key_ptr, key_stride_kv, value_ptr, value_stride_kv, KV_LEN, b, h, q_idx,
-        ahead_buffer_ptr, ahead_buffer_size0,
+        prefix_length_ptr, prefix_length_size0,
         full_hi, hi, True,
     )
 
