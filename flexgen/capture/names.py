@@ -36,7 +36,8 @@ _BOUND_IN_KERNELS = frozenset(
         "start_copy state states step store_rows swap tile tile_at tiles tiles_per_block tiles_per_head "
         "tiles_per_own_block tiles_per_q_block turn turn_count v_dim value_desc visited wait_for wanted warpgroup "
         "weight wide_kv_head before keep_interval values checked needs_mask inverse in_full past "
-        "log_sum added logsumexp_tail row_tail"
+        "log_sum added logsumexp_tail row_tail "
+        "cu_seqlens_k cu_seqlens_q kv_base kv_begin q_base q_begin sequence_of SEQUENCES"
     ).split()
 )
 _PRELUDE = frozenset(

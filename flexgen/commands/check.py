@@ -109,7 +109,7 @@ def compare(
         exact = evaluate_dense(problem, "exact", lambda work: console.track(work, "in float64", at_least=32))
         eager = evaluate_dense(problem, "eager", lambda work: console.track(work, "eagerly", at_least=32))
     everything, offsets = AuxRequest(lse=True, max_scores=True), subject.offsets(query.device)
-    output, aux = subject.attention(query, key, value, return_aux=everything, **offsets)
+    output, aux = subject.attention(query, key, value, return_aux=everything, cu_seqlens_q=offsets)
     actual = Outputs(to_bhsd(output, layout), aux.lse, aux.max_scores)
     return (
         _comparison("output", actual.output, exact.output, _output_tolerance(exact.output, eager.output, plan)),

@@ -43,12 +43,11 @@ class Subject:
         """The shape, and the lengths of packed sequences, for people."""
         return str(self.shape) if self.packed is None else f"{self.shape} packed {','.join(map(str, self.packed))}"
 
-    def offsets(self, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Return what a call takes besides tensors where sequences are packed."""
+    def offsets(self, device: torch.device | str) -> torch.Tensor | None:
+        """Return where packed sequences begin, as `cu_seqlens_q` of a call."""
         if self.packed is None:
-            return {}
-        offsets = torch.tensor([0, *itertools.accumulate(self.packed)], dtype=torch.int32)
-        return {"cu_seqlens_q": offsets.to(device)}
+            return None
+        return torch.tensor([0, *itertools.accumulate(self.packed)], dtype=torch.int32).to(device)
 
     def tensors(self, device: torch.device | str, seed: int | None = None) -> tuple[torch.Tensor, ...]:
         """Return query, key and value in the attention's layout: normal numbers, or without a seed unspecified ones."""
@@ -65,7 +64,8 @@ class Subject:
     def lower(self, target: str, aux: AuxRequest | None = None, *, backward: bool = False) -> Lowered:
         """Lower without allocating query, key or value, which require grad for the backward kernels."""
         query, key, value = (tensor.requires_grad_(backward) for tensor in self.tensors("meta"))
-        return self.attention.lower(query, key, value, return_aux=aux, target=target, **self.offsets("meta"))
+        offsets = self.offsets("meta")
+        return self.attention.lower(query, key, value, return_aux=aux, target=target, cu_seqlens_q=offsets)
 
 
 def load_subject(arguments: argparse.Namespace) -> Subject:

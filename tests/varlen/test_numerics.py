@@ -62,6 +62,17 @@ def test_a_prefix_for_each_sequence(device: torch.device) -> None:
     check_packed(pack(UNEVEN, device=device), mask=prefix_lm)
 
 
+def test_captured_values_of_any_name_are_themselves(device: torch.device) -> None:
+    cu_seqlens_q = torch.tensor([1, 2, 30], device=device)
+    SEQUENCES = torch.tensor([5, 3, 0], device=device)
+    q_begin = torch.tensor(2, device=device)
+
+    def named_like_the_kernel(b, h, q_idx, kv_idx):
+        return (q_idx + SEQUENCES[b] >= kv_idx) & (q_idx - kv_idx < cu_seqlens_q[b] + q_begin)
+
+    check_packed(pack((20, 4, 33), heads=(1, 1), device=device), mask=named_like_the_kernel)
+
+
 def test_a_learned_slope_for_each_head(device: torch.device) -> None:
     def make(slope):
         return lambda score, b, h, q_idx, kv_idx: score - slope[h] * (q_idx - kv_idx)
