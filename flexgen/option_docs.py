@@ -186,6 +186,7 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "MAX_SCALE": "What makes a row's maximum a score, where scores are kept without a constant factor.",
         "index_map": "Query heads that are packed into the rows of one tile.",
         "PACKED_SEQUENCES": "Sequences lie packed along the length: see [packed sequences](packed_sequences.md).",
+        "program_order": "Which programs start after one another: all tiles of a head, or all heads of a tile.",
         "SEARCH_WIDTH": "Sequences that a tile compares at a time to find its own, where they are packed; else 0.",
         "shared_bytes": "Shared memory that the tile needs, an upper bound.",
     }

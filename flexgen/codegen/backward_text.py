@@ -370,7 +370,7 @@ class BackwardText:
         args += list(self._table_args()) if self.table else []
         for tensor in (*self._tensors(), *grads):
             args += self._stride_args(tensor)
-        totals = ["Q_TOTAL", "SEQUENCES"] if self.is_dq else ["Q_TOTAL", "KV_TOTAL", "SEQUENCES"]
+        totals = ["Q_TOTAL", *["KV_TOTAL"] * (not self.is_dq), "SEQUENCES", "Q_HEADS"]
         args += length_args(plan, totals if plan.index_map.packs_sequences else ["Q_LEN", "KV_LEN", "Q_HEADS"])
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
         bounds = self.ranges.args if self.ranges else ()

@@ -280,7 +280,7 @@ class ForwardText:
         for tensor, row in (("query", "q"), ("key", "kv"), ("value", "kv"), ("output", "q")):
             args += stride_args(tensor, row, plan, {*plan.unit_stride, "output"})
         lengths = ["Q_LEN", "KV_LEN", "Q_HEADS", *["Q_OFFSET", "KV_OFFSET"] * plan.index_map.has_offsets]
-        args += length_args(plan, ["Q_TOTAL", "SEQUENCES"] if plan.index_map.packs_sequences else lengths)
+        args += length_args(plan, ["Q_TOTAL", "SEQUENCES", "Q_HEADS"] if plan.index_map.packs_sequences else lengths)
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
         bounds = self.ranges.args if self.ranges else ()
         return tuple(dict.fromkeys([*args, *self._captured_args(), *bounds]))

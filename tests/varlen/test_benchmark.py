@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import varlen
+from benchmarks import program_order, varlen
 
 
 def test_documents_are_of_random_positive_lengths():
@@ -26,3 +26,11 @@ def test_it_needs_a_gpu(monkeypatch):
     monkeypatch.setattr("sys.argv", ["varlen"])
     with pytest.raises(SystemExit, match="on a GPU"):
         varlen.main()
+
+
+def test_a_simulated_schedule_starts_programs_where_a_place_is_free():
+    assert program_order.makespan([3.0, 1.0, 1.0, 1.0], 2) == 3.0
+    assert program_order.makespan([1.0, 1.0, 1.0, 3.0], 2) == 4.0
+    assert program_order.costs([64, 65], causal=True) == [3, 1 / 3, 3, 4]  # the tile that is one too many ends at once
+    after, together, best = program_order.ratios(64, 16, causal=True, seed=0)
+    assert 1.0 <= best <= together < after

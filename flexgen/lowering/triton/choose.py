@@ -174,6 +174,9 @@ def decide_sequences(question: Question, answers: Answers) -> None:
     packed = question.problem.cu_seqlens is not None
     found = f"a tile counts the sequences that begin before it, {SEARCH_WIDTH} at a time: less than a map's own launch"
     answers.add("PACKED_SEQUENCES", packed, "cu_seqlens were given" if packed else "no cu_seqlens were given")
+    balanced = "sequences differ in length: simulated, within 2 % of the best order; head after head, up to 8 %"
+    order = ("heads of a tile together", balanced) if packed else ("head after head", "tiles of a head share its keys")
+    answers.add("program_order", *order)
     answers.add("SEARCH_WIDTH", SEARCH_WIDTH if packed else 0, found if packed else "each batch entry is one sequence")
 
 

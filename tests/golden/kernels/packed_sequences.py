@@ -129,13 +129,13 @@ def forward(
     cu_seqlens_k_ptr,
     Q_TOTAL,
     SEQUENCES,
+    Q_HEADS,
     prefix_length_ptr,
     prefix_length_size0,
 ):
     # One program computes BLOCK_M query rows of one query head of one sequence.
-    tiles_per_head = tl.cdiv(Q_TOTAL, BLOCK_M) + SEQUENCES
-    row_tile = tl.program_id(0) % tiles_per_head
-    h = tl.program_id(0) // tiles_per_head
+    h = tl.program_id(0) % Q_HEADS
+    row_tile = tl.program_id(0) // Q_HEADS
     b = sequence_of(row_tile, cu_seqlens_q_ptr, SEQUENCES, BLOCK_M)
     q_begin = tl.load(cu_seqlens_q_ptr + b)
     kv_begin = tl.load(cu_seqlens_k_ptr + b)

@@ -139,15 +139,16 @@ def backward_dkdv(
     Q_TOTAL,
     KV_TOTAL,
     SEQUENCES,
+    Q_HEADS,
     slope_ptr,
     slope_stride0,
     slope_size0,
     slope_size1,
 ):
     # One program adds up what BLOCK_N keys of one key/value head contribute to grad_key and grad_value.
-    tiles_per_head = tl.cdiv(KV_TOTAL, BLOCK_N) + SEQUENCES
-    kv_tile = tl.program_id(0) % tiles_per_head
-    kv_head = tl.program_id(0) // tiles_per_head
+    kv_heads = Q_HEADS // GQA_SHARED_HEADS
+    kv_head = tl.program_id(0) % kv_heads
+    kv_tile = tl.program_id(0) // kv_heads
     b = sequence_of(kv_tile, cu_seqlens_k_ptr, SEQUENCES, BLOCK_N)
     kv_begin = tl.load(cu_seqlens_k_ptr + b)
     q_begin = tl.load(cu_seqlens_q_ptr + b)

@@ -154,6 +154,7 @@ def backward_dq(
     cu_seqlens_k_ptr,
     Q_TOTAL,
     SEQUENCES,
+    Q_HEADS,
     slope_ptr,
     slope_stride0,
     slope_size0,
@@ -163,9 +164,9 @@ def backward_dq(
     grad_slope_stride1,
 ):
     # One program computes the gradient of BLOCK_M queries of one query head.
-    tiles_per_head = tl.cdiv(Q_TOTAL, BLOCK_M) + SEQUENCES
-    row_tile = tiles_per_head - 1 - tl.program_id(0) % tiles_per_head  # the longest rows start first
-    h = tl.program_id(0) // tiles_per_head
+    h = tl.program_id(0) % Q_HEADS
+    tiles = tl.cdiv(Q_TOTAL, BLOCK_M) + SEQUENCES
+    row_tile = tiles - 1 - tl.program_id(0) // Q_HEADS  # the longest rows of a sequence start first
     b = sequence_of(row_tile, cu_seqlens_q_ptr, SEQUENCES, BLOCK_M)
     q_begin = tl.load(cu_seqlens_q_ptr + b)
     kv_begin = tl.load(cu_seqlens_k_ptr + b)
