@@ -18,7 +18,6 @@ BLOCK_M = tl.constexpr(64)
 BLOCK_N = tl.constexpr(64)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(64)
 V_HEAD_DIM_ROUNDED = tl.constexpr(64)
-GQA_SHARED_HEADS = tl.constexpr(2)
 SEARCH_WIDTH = tl.constexpr(128)  # sequences that a tile compares at a time to find its own
 SM_SCALE = tl.constexpr(0.125)
 LOG2_E = tl.constexpr(1.4426950408889634)  # weights are computed in base 2
@@ -146,7 +145,7 @@ def backward_dkdv(
     slope_size1,
 ):
     # One program adds up what BLOCK_N keys of one key/value head contribute to grad_key and grad_value.
-    kv_heads = Q_HEADS // GQA_SHARED_HEADS
+    kv_heads = Q_HEADS
     kv_head = tl.program_id(0) % kv_heads
     kv_tile = tl.program_id(0) // kv_heads
     b = sequence_of(kv_tile, cu_seqlens_k_ptr, SEQUENCES, BLOCK_N)
@@ -182,37 +181,36 @@ def backward_dkdv(
 
     grad_key = tl.zeros([BLOCK_N, QK_HEAD_DIM_ROUNDED], tl.float32)
     grad_value = tl.zeros([BLOCK_N, V_HEAD_DIM_ROUNDED], tl.float32)
-    for shared_head in tl.range(0, GQA_SHARED_HEADS):
-        h = kv_head * GQA_SHARED_HEADS + shared_head
-        head = h.to(tl.int64)
-        head_query_ptr = query_ptr + q_base * query_stride_q + head * query_stride_h
-        head_grad_output_ptr = grad_output_ptr + q_base * grad_output_stride_q + head * grad_output_stride_h
-        aux_offset = head * Q_TOTAL + q_base
-        kv_lo = kv_start
-        kv_hi = tl.minimum(kv_start + BLOCK_N, KV_LEN) - 1
-        # [kv_idx, Q_LEN)
-        lo = tl.minimum(kv_lo, Q_LEN) // BLOCK_M
-        hi = tl.cdiv(Q_LEN, BLOCK_M)
-        full_lo = tl.cdiv(tl.minimum(kv_hi, Q_LEN), BLOCK_M)
-        full_hi = Q_LEN // BLOCK_M
-        full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
-        full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
-        grad_key, grad_value = accumulate(
-            grad_key, grad_value, key, value,
-            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
-            row_shift_ptr + aux_offset, delta_ptr + aux_offset,
-            Q_LEN, b, h, kv_idx,
-            slope_ptr, slope_stride0, slope_size0, slope_size1,
-            full_lo, full_hi, full_hi, 0, False,
-        )
-        grad_key, grad_value = accumulate(
-            grad_key, grad_value, key, value,
-            head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
-            row_shift_ptr + aux_offset, delta_ptr + aux_offset,
-            Q_LEN, b, h, kv_idx,
-            slope_ptr, slope_stride0, slope_size0, slope_size1,
-            lo, hi, full_lo, full_hi - full_lo, True,
-        )
+    h = kv_head
+    head = h.to(tl.int64)
+    head_query_ptr = query_ptr + q_base * query_stride_q + head * query_stride_h
+    head_grad_output_ptr = grad_output_ptr + q_base * grad_output_stride_q + head * grad_output_stride_h
+    aux_offset = head * Q_TOTAL + q_base
+    kv_lo = kv_start
+    kv_hi = tl.minimum(kv_start + BLOCK_N, KV_LEN) - 1
+    # [kv_idx, Q_LEN)
+    lo = tl.minimum(kv_lo, Q_LEN) // BLOCK_M
+    hi = tl.cdiv(Q_LEN, BLOCK_M)
+    full_lo = tl.cdiv(tl.minimum(kv_hi, Q_LEN), BLOCK_M)
+    full_hi = Q_LEN // BLOCK_M
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+    full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
+    grad_key, grad_value = accumulate(
+        grad_key, grad_value, key, value,
+        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
+        row_shift_ptr + aux_offset, delta_ptr + aux_offset,
+        Q_LEN, b, h, kv_idx,
+        slope_ptr, slope_stride0, slope_size0, slope_size1,
+        full_lo, full_hi, full_hi, 0, False,
+    )
+    grad_key, grad_value = accumulate(
+        grad_key, grad_value, key, value,
+        head_query_ptr, query_stride_q, head_grad_output_ptr, grad_output_stride_q,
+        row_shift_ptr + aux_offset, delta_ptr + aux_offset,
+        Q_LEN, b, h, kv_idx,
+        slope_ptr, slope_stride0, slope_size0, slope_size1,
+        lo, hi, full_lo, full_hi - full_lo, True,
+    )
 
     grad_key = grad_key * SM_SCALE
     grad_key_ptr += kv_base * grad_key_stride_kv + wide_kv_head * grad_key_stride_h
