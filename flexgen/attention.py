@@ -288,6 +288,7 @@ class Attention:
         """Lower for the given tensors without running; they may be real, meta or fake.
 
         Args:
+            query, key, value, scale, return_aux, block_table, cu_seqlens_q, cu_seqlens_k: as for a call.
             target: a chip such as "sm_90", or "interpret"; by default the tensors' device, and sm_90 without a GPU.
 
         Returns:

@@ -159,7 +159,7 @@ def _check_entries(name: str, entries: list[int], total: int) -> None:
 def refuse_table() -> UnsupportedProblemError:
     """Return the error for a block mask beside packed sequences."""
     return UnsupportedProblemError(
-        "block_table and cu_seqlens were both given",
+        "a block mask or table was given for packed sequences (cu_seqlens, or nested tensors)",
         why="a block mask lists the blocks of one length, and each packed sequence has a length of its own",
-        fix="leave block_table out, and compile with its mask_mod: flexgen computes the bounds of each sequence",
+        fix="leave it out, and pass the mask itself to flexgen.compile: its bounds hold for each sequence",
     )

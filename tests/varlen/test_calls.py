@@ -137,7 +137,7 @@ def test_tensors_that_are_not_packed_are_refused():
 
 def test_a_block_mask_beside_offsets_is_refused():
     table = flexgen.create_block_mask(causal, 1, 1, 36, 36, device="cpu", BLOCK_SIZE=16)
-    refusal(lambda: call(pack((9, 23, 4)), block_table=table), PROBLEM, "block_table and cu_seqlens", "mask_mod")
+    refusal(lambda: call(pack((9, 23, 4)), block_table=table), PROBLEM, "block mask or table", "flexgen.compile")
 
 
 @pytest.mark.parametrize(

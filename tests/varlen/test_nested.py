@@ -88,6 +88,21 @@ def test_under_torch_compile():
     assert_near("gradient", grads[1], grads[0], 1e-6)
 
 
+def test_the_drop_in_takes_them():
+    def softcap(score, b, h, q_idx, kv_idx):
+        return 5.0 * torch.tanh(score / 5.0)
+
+    query, key, value = arranged(triple(), "bhsd")
+    expected = flexgen.compile(softcap)(query, key, value).values()
+    assert_near("out", flexgen.flex_attention(query, key, value, softcap).values(), expected, 1e-6)
+    traced = torch.compile(flexgen.flex_attention, backend="eager", fullgraph=True)
+    assert_near("traced", traced(query, key, value, softcap).values(), expected, 1e-6)
+    table = flexgen.create_block_mask(causal, 1, 1, 21, 21, device="cpu", BLOCK_SIZE=16)
+    refusal(
+        lambda: flexgen.flex_attention(query, key, value, block_mask=table), PROBLEM, "nested tensors", "block mask"
+    )
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_is_no_jagged_problem_is_refused():
     attention = compiled()
