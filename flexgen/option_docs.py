@@ -187,7 +187,7 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "index_map": "Query heads that are packed into the rows of one tile.",
         "PACKED_SEQUENCES": "Sequences lie packed along the length: see [packed sequences](packed_sequences.md).",
         "program_order": "Which programs start after one another: all tiles of a head, or all heads of a tile.",
-        "SEARCH_WIDTH": "Sequences that a tile compares at a time to find its own, where they are packed; else 0.",
+        "SEARCH_WIDTH": "Sequences that a tile compares at a time in the search for its own; 0 where none are packed.",
         "shared_bytes": "Shared memory that the tile needs, an upper bound.",
     }
 )

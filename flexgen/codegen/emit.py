@@ -129,7 +129,7 @@ def _variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
 
 def search_width(width: int) -> Variable:
     """Return how many sequences a tile compares at a time."""
-    return Variable("SEARCH_WIDTH", str(width), "sequences that a tile compares at a time to find its own")
+    return Variable("SEARCH_WIDTH", str(width), "sequences that a tile compares at a time")
 
 
 def row_max_floor(subtract_first: bool, multiplier: float) -> Variable:

@@ -19,7 +19,7 @@ class IndexMap:
     with one packed head a program's rows are consecutive queries of one head.
 
     Where sequences are packed along the length, a tile lies in one of them: `b` is its number, rows and columns count
-    from its first token, and Q_LEN and KV_LEN are its own. A tile finds its sequence by counting: with tiles of BLOCK
+    from its first token, and Q_LEN and KV_LEN are its own. A tile searches its sequence: with tiles of BLOCK
     tokens, sequence `i` begins at tile `cu_seqlens[i] // BLOCK + i`, which leaves it as many tiles as its tokens fill,
     or one more. The tokens behind the last sequence are one more sequence, whose other side is empty.
 

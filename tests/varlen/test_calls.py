@@ -88,7 +88,7 @@ def test_decisions_are_explained():
     text = " ".join(lowered.explain().split())
     for part in (
         "PACKED_SEQUENCES = True because: cu_seqlens were given",
-        "SEARCH_WIDTH = 128 because: a tile counts the sequences that begin before it",
+        "SEARCH_WIDTH = 128 because: a tile searches its sequence: one load for up to 128",
         "rejected GLUON: packed sequences (cu_seqlens) begin where no tile of the copy engine does",
         "no table: packed sequences have lengths of their own, and a table has one for all",
         "IS_DIVISIBLE = False because: packed sequences end anywhere",

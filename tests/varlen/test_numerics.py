@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+import flexgen
 from tests.backward.run import draw, learned
-from tests.varlen.run import SMALL_TILES, check_packed, pack
+from tests.reference import assert_near
+from tests.varlen.run import SMALL_TILES, check_packed, in_a_loop, pack
 
 UNEVEN = (5, 0, 37, 1, 16, 31, 33)  # empty, single, a whole tile, and about one
 
@@ -144,6 +146,18 @@ def test_numbers_of_sequences(count: int, device: torch.device) -> None:
 def test_more_sequences_than_are_compared_at_a_time(device: torch.device) -> None:
     lengths = [int(i % 9 == 0) for i in range(300)]
     check_packed(pack(lengths, heads=(1, 1), unused=1, device=device, grad=False), mask=causal)
+
+
+@pytest.mark.parametrize("count", [128, 129, *(pytest.param(n, marks=pytest.mark.slow) for n in (127, 16384, 16385))])
+def test_the_search_at_its_seams(count: int, device: torch.device) -> None:
+    """Only few sequences have tokens, among them the first, the last, and those about whole steps of the search."""
+    busy = {0, 1, 126, 127, 128, 129, 16255, 16383, 16384, count - 1}
+    lengths = [3 if i in busy else 0 for i in range(count)]
+    packed = pack(lengths, heads=(1, 1), unused=2, device=device, grad=False)
+    out = flexgen.compile(None, causal, SMALL_TILES)(*packed.tensors, **packed.offsets)
+    short = pack([3] * sum(length > 0 for length in lengths), heads=(1, 1), unused=2, device=device, grad=False)
+    exact = in_a_loop(short, None, causal)
+    assert_near("out", out, exact.out, 1e-5)
 
 
 def test_no_sequence_at_all(device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -22,6 +24,14 @@ def lowered(head_dim: int, *, packed: bool, **options: object) -> flexgen.Lowere
 
 def _fields(sizes: Sizes) -> dict[str, object]:
     return {name: getattr(sizes, name) for name in ("B", "Hq", "Hkv", "Lq", "Lk")}
+
+
+@pytest.mark.parametrize("entry", ["forward", "backward_dq", "backward_dkdv"])
+def test_the_loop_is_that_of_one_sequence(entry: str) -> None:
+    plain, packed = (lowered(64, packed=is_packed).source[entry] for is_packed in (False, True))
+    function = re.compile(r"def (?:attend|accumulate)\(.*?\n\n\n", re.DOTALL)
+    (loop,), (packed_loop,) = function.findall(plain), function.findall(packed)
+    assert packed_loop == loop
 
 
 @pytest.mark.parametrize(

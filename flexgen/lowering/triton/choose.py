@@ -172,7 +172,7 @@ def _packing(question: Question, answers: Answers) -> None:
 def decide_sequences(question: Question, answers: Answers) -> None:
     """Decide how a tile finds its sequence, where sequences are packed along the length."""
     packed = question.problem.cu_seqlens is not None
-    found = f"a tile counts the sequences that begin before it, {SEARCH_WIDTH} at a time: less than a map's own launch"
+    found = f"a tile searches its sequence: one load for up to {SEARCH_WIDTH}, less than a map's own launch costs"
     answers.add("PACKED_SEQUENCES", packed, "cu_seqlens were given" if packed else "no cu_seqlens were given")
     balanced = "sequences differ in length: simulated, within 2 % of the best order; head after head, up to 8 %"
     order = ("heads of a tile together", balanced) if packed else ("head after head", "tiles of a head share its keys")

@@ -4,8 +4,7 @@ score_mod    none: softmax of scaled products
 mask_mod     causal_after_a_prefix
 tile         64 query rows x 64 keys, 4 warps, 3 stages   because: fits; masked: small tiles waste fewer keys
                  at the mask's edges (measured on H200)
-sequences    packed: a tile counts the sequences that begin before it, 128 at a time: less than a map's own
-                 launch
+sequences    packed: a tile searches its sequence: one load for up to 128, less than a map's own launch costs
 keys         closed form: mask is an interval in kv_idx: [0, q_idx + prefix_length[b] + 1)
 rows safe    no   because: a packed sequence may have queries and no keys; the device alone knows
 flags        IS_DIVISIBLE=False, SAFE_HEAD_DIM=True, PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=False,
@@ -23,7 +22,7 @@ BLOCK_N = tl.constexpr(64)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(64)
 V_HEAD_DIM_ROUNDED = tl.constexpr(64)
 GQA_SHARED_HEADS = tl.constexpr(2)
-SEARCH_WIDTH = tl.constexpr(128)  # sequences that a tile compares at a time to find its own
+SEARCH_WIDTH = tl.constexpr(128)  # sequences that a tile compares at a time
 SM_SCALE = tl.constexpr(0.125)
 SCALE_LOG2_E = tl.constexpr(0.18033688011112042)  # SM_SCALE * log2(e)
 ROW_MAX_FLOOR = tl.constexpr(-1e+38)  # below any score; finite when scaled
@@ -42,15 +41,20 @@ def sequence_of(tile, cu_seqlens_ptr, SEQUENCES, BLOCK: tl.constexpr):
     """Return the sequence that a tile of BLOCK tokens lies in; SEQUENCES for what lies behind the last one.
 
     Sequence i begins at tile cu_seqlens[i] // BLOCK + i, which leaves it as many tiles as its tokens fill, or one more.
-    So counting the sequences that begin up to a tile finds its own, and no lengths are summed up.
+    So the last sequence that begins up to a tile is its own, and no lengths are summed up.
     """
-    begun = 0
-    for first in tl.range(1, SEQUENCES + 1, SEARCH_WIDTH):
-        sequence = first + tl.arange(0, SEARCH_WIDTH)
+    found = 0
+    step = 1
+    while step * SEARCH_WIDTH < SEQUENCES:
+        step *= SEARCH_WIDTH
+    while step > 0:
+        sequence = found + step * (1 + tl.arange(0, SEARCH_WIDTH))
         exists = sequence <= SEQUENCES
         begin = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0)
-        begun += tl.sum((exists & (begin // BLOCK + sequence <= tile)).to(tl.int32), 0)
-    return begun
+        begun = exists & (begin // BLOCK + sequence <= tile)
+        found += step * tl.sum(begun.to(tl.int32), 0)
+        step //= SEARCH_WIDTH
+    return found
 
 
 @triton.jit

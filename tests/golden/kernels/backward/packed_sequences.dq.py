@@ -3,8 +3,7 @@
 score_mod    learned_slope
 mask_mod     causal_mask
 tile         64 queries x 64 keys, 4 warps, 3 stages   because: fits; measured on H200
-sequences    packed: a tile counts the sequences that begin before it, 128 at a time: less than a map's own
-                 launch
+sequences    packed: a tile searches its sequence: one load for up to 128, less than a map's own launch costs
 keys         closed form: mask is an interval in kv_idx: [0, q_idx + 1)
 flags        IS_DIVISIBLE=False, SAFE_HEAD_DIM=True, HAS_FULL_BLOCKS=False, FAST_TANH=False,
                  LONG_ROWS_FIRST=True
@@ -18,7 +17,7 @@ BLOCK_M = tl.constexpr(64)
 BLOCK_N = tl.constexpr(64)
 QK_HEAD_DIM_ROUNDED = tl.constexpr(64)
 V_HEAD_DIM_ROUNDED = tl.constexpr(64)
-SEARCH_WIDTH = tl.constexpr(128)  # sequences that a tile compares at a time to find its own
+SEARCH_WIDTH = tl.constexpr(128)  # sequences that a tile compares at a time
 SM_SCALE = tl.constexpr(0.125)
 LOG2_E = tl.constexpr(1.4426950408889634)  # weights are computed in base 2
 
@@ -66,15 +65,20 @@ def sequence_of(tile, cu_seqlens_ptr, SEQUENCES, BLOCK: tl.constexpr):
     """Return the sequence that a tile of BLOCK tokens lies in; SEQUENCES for what lies behind the last one.
 
     Sequence i begins at tile cu_seqlens[i] // BLOCK + i, which leaves it as many tiles as its tokens fill, or one more.
-    So counting the sequences that begin up to a tile finds its own, and no lengths are summed up.
+    So the last sequence that begins up to a tile is its own, and no lengths are summed up.
     """
-    begun = 0
-    for first in tl.range(1, SEQUENCES + 1, SEARCH_WIDTH):
-        sequence = first + tl.arange(0, SEARCH_WIDTH)
+    found = 0
+    step = 1
+    while step * SEARCH_WIDTH < SEQUENCES:
+        step *= SEARCH_WIDTH
+    while step > 0:
+        sequence = found + step * (1 + tl.arange(0, SEARCH_WIDTH))
         exists = sequence <= SEQUENCES
         begin = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0)
-        begun += tl.sum((exists & (begin // BLOCK + sequence <= tile)).to(tl.int32), 0)
-    return begun
+        begun = exists & (begin // BLOCK + sequence <= tile)
+        found += step * tl.sum(begun.to(tl.int32), 0)
+        step //= SEARCH_WIDTH
+    return found
 
 
 @triton.jit
