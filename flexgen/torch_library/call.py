@@ -15,6 +15,7 @@ from flexgen.capture.traceable import Reader, read
 from flexgen.extras import Extras
 from flexgen.options import Options
 from flexgen.runtime.dropout import Dropout
+from flexgen.runtime.packing import refuse_table
 from flexgen.torch_library.block_lists import lists_of
 from flexgen.torch_library.spec import print_options, spec_of
 from flexgen.torch_library.transforms import call_transformed
@@ -85,14 +86,27 @@ def call_operator(
     """
     captured = read(form.reader, score_mod, mask_mod)
     lists, sizes = lists_of(extras.block_table)
-    seed, p = seed_and_probability(extras.dropout)
+    offsets, (seed, p) = offsets_of(extras), seed_and_probability(extras.dropout)
     numbers = (captured.integers, captured.floats, extras.scale, extras.aux.max_scores, p)
-    return call_with(*tensors, captured.buffers, lists, seed, sizes, *numbers, form.spec, form.options)
+    return call_with(*tensors, captured.buffers, lists, offsets, seed, sizes, *numbers, form.spec, form.options)
 
 
 def seed_and_probability(dropout: Dropout | None) -> tuple[torch.Tensor | None, float]:
     """Return what the operator takes of a call's dropout: the seed is drawn outside of it, where others see it."""
     return (None, 0.0) if dropout is None else (dropout.seed, dropout.p)
+
+
+def offsets_of(extras: Extras) -> list[torch.Tensor]:
+    """Return the operator's argument `cu_seqlens`.
+
+    Raises:
+        UnsupportedProblemError: a block mask was given too.
+    """
+    if extras.packing is None:
+        return []
+    if extras.block_table is not None:
+        raise refuse_table()
+    return list(extras.packing.tensors)
 
 
 def call_with(*arguments: Any) -> dict[str, torch.Tensor]:
