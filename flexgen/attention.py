@@ -17,6 +17,7 @@ from flexgen.dropout import read_dropout, read_probability
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
 from flexgen.extras import NO_EXTRAS, Extras
 from flexgen.ir.graph import Axis
+from flexgen.jagged import is_nested, read_jagged
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import DEFAULT_TARGET, Target, target_named
 from flexgen.options import Options
@@ -42,6 +43,7 @@ from flexgen.runtime.dropout import Dropout
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
+from flexgen.runtime.packing import Packing, check_contents, check_packing, packing_of, refuse_table
 from flexgen.runtime.prepared import Prepared, tensor_form
 from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.sinks import add_sinks, check_sinks
@@ -128,6 +130,8 @@ class Attention:
         return_aux: AuxRequest | None = None,
         *,
         block_table: Any = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         generator: torch.Generator | None = None,
@@ -144,12 +148,21 @@ class Attention:
             return_aux: auxiliary outputs to return.
             block_table: what `block_table(query, key)` returned; or a torch BlockMask: only its listed blocks are
                 visited, and mask_mod is applied on partial blocks only.
+            cu_seqlens_q: [sequences + 1], int32 or int64, on the query's device: the batch is 1, and sequence i is the
+                queries [cu_seqlens_q[i], cu_seqlens_q[i + 1]), which see the keys of the same sequence alone. It begins
+                with 0 and never decreases; queries behind its last entry give 0 and a logsumexp of -inf. For the mods
+                b is i, and q_idx and kv_idx count from the sequence's first token. Contents may change freely: nothing
+                is waited for and nothing compiled again.
+            cu_seqlens_k: the same of keys and values; None where they are packed as the queries are.
             sinks: [Hq], floating: a logit for each query head that only enlarges the softmax's denominator; it may
                 require grad. The logsumexp includes it, max_scores do not.
             dropout_p: the probability, from 0 to 1, that a softmax weight is dropped; those kept are divided by
                 1 - dropout_p. It does not touch logsumexp and max_scores, and may change from call to call at no cost.
             generator: of the query's device, draws what is dropped; torch's default generator if None.
-            validate: check the block table's lists; waits for the device.
+            validate: check the contents of block table and cu_seqlens; waits for the device.
+
+        query, key and value may be nested tensors of the jagged layout: their sequences are packed, each by itself, and
+        what is returned is nested as the query is.
 
         Returns:
             [B, Hq, Lq, Dv] in the query's dtype and layout; with return_aux, a pair with an AuxOutput. A row without
@@ -162,20 +175,25 @@ class Attention:
             OptionError: an option cannot be honoured for this problem.
         """
         aux = read_aux_request(return_aux)
+        packing = packing_of(cu_seqlens_q, cu_seqlens_k)
+        jagged = None
+        if is_nested(query, key, value):
+            jagged = read_jagged(query, key, value, self.options.layout, packing)
+            packing, (query, key, value) = jagged.packing, jagged.tensors
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
         dropout = read_dropout(dropout_p, generator, query)
-        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, validate, dropout)
+        aux_needed = aux if sinks is None else replace(aux, lse=True)
+        extras = Extras(scale, aux_needed, block_table, packing, validate, dropout)
         if needs_operator(query, key, value):
-            if query.is_nested:
-                check_tensors(*tensors, self.options.layout)
             outputs = self._through_operator(tensors, extras)
         else:
             outputs = self.run(self._read(*tensors), tensors, extras)
         if sinks is not None:
             outputs |= self._with_sinks(outputs, sinks)
-        return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+        result = outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+        return result if jagged is None else jagged.nested(result)
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
         output, lse = outputs["output"], outputs["logsumexp"]
@@ -209,7 +227,7 @@ class Attention:
         if records:
             outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras)
         else:
-            outputs = prepared.run(query, key, value, buffers, reading.scalars, lists, extras.dropout)
+            outputs = prepared.run(query, key, value, buffers, reading.scalars, lists, extras.packing, extras.dropout)
         if self.options.layout == "bshd":
             outputs["output"] = outputs["output"].transpose(1, 2)
         return outputs
@@ -283,8 +301,9 @@ class Attention:
         query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
         inputs = (query, _broadcast(key, query.shape[0]), _broadcast(value, query.shape[0]), *buffers)
         step = Step(
-            lambda: prepared.run(*tensors, buffers, reading.scalars, lists, extras.dropout),
+            lambda: prepared.run(*tensors, buffers, reading.scalars, lists, extras.packing, extras.dropout),
             lambda *given: self._training.backward(basis, *given),
+            extras.packing,
             extras.dropout,
         )
         return attend(step, inputs)
@@ -299,11 +318,14 @@ class Attention:
         *,
         target: str | None = None,
         block_table: Any = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
         dropout_p: float = 0.0,
     ) -> Lowered:
         """Lower for the given tensors without running; they may be real, meta or fake.
 
         Args:
+            query, key, value, scale, return_aux, block_table, cu_seqlens_q, cu_seqlens_k: as for a call.
             target: a chip such as "sm_90", or "interpret"; by default the tensors' device, and sm_90 without a GPU.
             dropout_p: as for a call; only whether it is 0 matters, and nothing is drawn.
 
@@ -311,13 +333,18 @@ class Attention:
             The forward; and the backward kernels, if one of the tensors or of the captured ones requires grad.
         """
         aux = read_aux_request(return_aux)
+        packing = packing_of(cu_seqlens_q, cu_seqlens_k)
+        if is_nested(query, key, value):
+            jagged = read_jagged(query, key, value, self.options.layout, packing)
+            packing, (query, key, value) = jagged.packing, jagged.tensors
         reading = self._read(query, key, value)
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
         loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
+        extras = Extras(scale, aux, block_table, packing)
         chip = target_named(target) if target else _offline_target(query)
         p = read_probability(dropout_p)
         dropout = Dropout(p, torch.empty(2, dtype=torch.int64, device="meta")) if p > 0.0 else None
-        extras = Extras(scale, aux, block_table, dropout=dropout)
+        extras = Extras(scale, aux, block_table, packing, dropout=dropout)
         call = self._describe(reading, query, key, value, extras, chip)
         forward = self._compile(call, chip)
         values = bind(forward.source.args, call.launch, call.outputs.allocate(query.to("meta")))
@@ -403,6 +430,7 @@ class Attention:
             tensor_form(value),
             scale,
             extras.aux,
+            extras.packing.form if extras.packing is not None else None,
             table_form(block_table) if block_table is not None else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]),
             self._scalar_form(reading),
@@ -430,6 +458,7 @@ class Attention:
         check_tensors(query, key, value, layout)
         query, key, value = (to_bhsd(tensor, layout) for tensor in (query, key, value))
         batch, q_heads, q_len, head_dim = query.shape
+        packing = _checked_packing(extras, query, key)
         table = self._table(extras, reading, query, key)
         launch = Launch(
             batch=batch,
@@ -443,6 +472,7 @@ class Attention:
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
             dropout=extras.dropout,
+            cu_seqlens=packing.named if packing else {},
         )
         tail = aux.lse and has_tail(self._understand(reading), query.dtype)
         outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores, tail=tail)
@@ -570,6 +600,19 @@ def _basis_maker(call: _Call, target: Target) -> Callable[[Any], Basis]:
 def _offline_target(query: torch.Tensor) -> Target:
     """Return the target to lower for where none is named: the tensors' GPU, or the default chip."""
     return target_of(query.device) if query.device.type == "cuda" else target_named(DEFAULT_TARGET)
+
+
+def _checked_packing(extras: Extras, query: torch.Tensor, key: torch.Tensor) -> Packing | None:
+    """Return where packed sequences begin, checked against tensors in [B, H, L, D] order."""
+    packing = extras.packing
+    if packing is None:
+        return None
+    if extras.block_table is not None:
+        raise refuse_table()
+    check_packing(packing, query, key)
+    if extras.validate:
+        check_contents(packing, query, key)
+    return packing
 
 
 def _broadcast(tensor: torch.Tensor, batch: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 from flexgen.aux_outputs import NO_AUX, AuxRequest
 from flexgen.runtime.dropout import Dropout
+from flexgen.runtime.packing import Packing
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class Extras:
         scale: the softmax scale; None for 1/sqrt(Dqk).
         aux: which auxiliary outputs to return; a run may return more.
         block_table: a DerivedTable or a torch BlockMask.
+        packing: where sequences begin that are packed along the length; None where each is a batch entry.
         validate: check the contents of what the device holds; waits for the device.
         dropout: which softmax weights are dropped; None for none.
     """
@@ -24,6 +26,7 @@ class Extras:
     scale: float | None = None
     aux: AuxRequest = NO_AUX
     block_table: Any = None
+    packing: Packing | None = None
     validate: bool = False
     dropout: Dropout | None = None
 

@@ -188,6 +188,9 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "WEIGHT_SCALE": "log2(e), times the softmax scale or the constant that score_mod ends with.",
         "MAX_SCALE": "What makes a row's maximum a score, where scores are kept without a constant factor.",
         "index_map": "Query heads that are packed into the rows of one tile.",
+        "PACKED_SEQUENCES": "Sequences lie packed along the length: see [packed sequences](packed_sequences.md).",
+        "program_order": "Which programs start after one another: all tiles of a head, or all heads of a tile.",
+        "SEARCH_WIDTH": "Sequences that a tile compares at a time in the search for its own; 0 where none are packed.",
         "shared_bytes": "Shared memory that the tile needs, an upper bound.",
     }
 )

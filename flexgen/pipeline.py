@@ -121,8 +121,7 @@ def compile_forward(
     understood: Understood, problem: Problem, guard: Guard, target: Target, options: KernelOptions, trusted: bool
 ) -> ForwardKernel:
     """Decide a forward plan and emit its kernel."""
-    packs = packs_heads(problem.group, guard.q_bucket, has_table=problem.table is not None)
-    facts = understood.packed_facts() if packs else understood.facts
+    facts = understood.packed_facts() if packs_heads(problem, guard) else understood.facts
     refusal = "" if problem.table else _why_no_table(understood, problem, guard, target, options, trusted)
     schedule = forward_schedule(facts, table=problem.table, trusted=trusted, without_table=refusal)
     chosen = choose_backend(Question(problem, guard, target, options, understood.mods, facts, schedule))

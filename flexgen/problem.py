@@ -38,6 +38,7 @@ class Problem:
         output_logsumexp, output_max: which auxiliary outputs are asked for.
         has_offsets: q_idx and kv_idx start at run-time offsets instead of 0.
         dropout: softmax weights are dropped, with a probability that is a run-time argument.
+        cu_seqlens: dtype of the offsets of sequences that are packed along the length; None where none are.
     """
 
     query_dtype: torch.dtype
@@ -53,6 +54,7 @@ class Problem:
     output_max: bool = False
     has_offsets: bool = False
     dropout: bool = False
+    cu_seqlens: torch.dtype | None = None
 
     @property
     def accumulator_dtype(self) -> torch.dtype:

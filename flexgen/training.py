@@ -24,6 +24,7 @@ from flexgen.runtime.differentiable import Gradients, Saved
 from flexgen.runtime.fixed_point import scale_for, to_float
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import column_lists, table_lists
+from flexgen.runtime.packing import Packing
 from flexgen.runtime.table_cache import Values
 from flexgen.tables import Tables, placeholder_lists
 
@@ -199,7 +200,8 @@ def _placeholders(launch: Launch) -> Saved:
     output = _like(query)[..., :1].expand(*rows, value.shape[3]).contiguous()
     logsumexp = query.new_empty(rows, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     buffers = tuple(_without_memory(buffer) for buffer in launch.buffers.values())
-    return Saved(query, key, value, output, logsumexp, logsumexp, buffers, launch.dropout)
+    packing = Packing(*map(_without_memory, launch.cu_seqlens.values())) if launch.cu_seqlens else None
+    return Saved(query, key, value, output, logsumexp, logsumexp, buffers, packing, launch.dropout)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,6 +262,7 @@ def _launch(basis: Basis, saved: Saved, grad_output: torch.Tensor, buffers: Mapp
         buffers=buffers,
         scalars=basis.scalars,
         dropout=saved.dropout,
+        cu_seqlens=saved.packing.named if saved.packing else {},
     )
 
 

@@ -37,7 +37,8 @@ _BOUND_IN_KERNELS = frozenset(
         "tiles_per_own_block tiles_per_q_block turn turn_count v_dim value_desc visited wait_for wanted warpgroup "
         "weight wide_kv_head before keep_interval values checked needs_mask inverse in_full past "
         "log_sum added logsumexp_tail row_tail "
-        "dropout_seed dropout_stream drop_below is_kept keep_scale kept stream"
+        "dropout_seed dropout_stream drop_below is_kept keep_scale kept stream "
+        "cu_seqlens_k cu_seqlens_q kv_base kv_begin q_base q_begin sequence_of SEQUENCES"
     ).split()
 )
 _PRELUDE = frozenset(

@@ -16,6 +16,7 @@ from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.scatter_printer import PrintedScatter, ScatterCalls, calls
 from flexgen.codegen.sides import Side, dim_mask
 from flexgen.codegen.source import Arg, Role
+from flexgen.codegen.tile_args import length_args, stride_args
 from flexgen.codegen.walk_text import Checked, gap_count, grouped, span, walks_of
 from flexgen.lowering.dropout import Draws
 from flexgen.lowering.schedule import Walk
@@ -385,7 +386,8 @@ class BackwardText:
         args += list(self._table_args()) if self.table else []
         for tensor in (*self._tensors(), *grads):
             args += self._stride_args(tensor)
-        args += [Arg(name, Role.LENGTH, name, None, "i32", False) for name in ("Q_LEN", "KV_LEN", "Q_HEADS")]
+        totals = ["Q_TOTAL", *["KV_TOTAL"] * (not self.is_dq), "SEQUENCES", "Q_HEADS"]
+        args += length_args(plan, totals if plan.index_map.packs_sequences else ["Q_LEN", "KV_LEN", "Q_HEADS"])
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
         args += dropout_args(plan.DROPOUT, plan.accumulator_dtype)
         bounds = self.ranges.args if self.ranges else ()
@@ -393,14 +395,8 @@ class BackwardText:
 
     def _stride_args(self, tensor: str) -> list[Arg]:
         row = "kv" if tensor in ("key", "value", "grad_key", "grad_value") else "q"
-        width = "i64" if tensor in self.plan.wide else "i32"
-        kinds = {"b": (0, "i64"), "h": (1, "i64"), row: (2, width)}
-        if tensor in TENSORS and tensor not in self.plan.unit_stride:
-            kinds["d"] = (3, width)
-        return [
-            Arg(f"{tensor}_stride_{axis}", Role.TENSOR_STRIDE, tensor, dim, kind, True)
-            for axis, (dim, kind) in kinds.items()
-        ]
+        gradients = {f"grad_{name}" for name in ("query", "key", "value")}
+        return stride_args(tensor, row, self.plan, {*self.plan.unit_stride, *gradients})
 
     def _table_args(self) -> Iterable[Arg]:
         axis = "kv" if self.is_dq else "q"

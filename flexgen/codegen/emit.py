@@ -117,6 +117,8 @@ def _variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
             Variable("SPARSE_Q_BLOCK_SIZE", str(plan.SPARSE_Q_BLOCK_SIZE)),
             Variable("SPARSE_KV_BLOCK_SIZE", str(plan.SPARSE_KV_BLOCK_SIZE)),
         ]
+    if plan.index_map.packs_sequences:
+        numbers.append(search_width(plan.SEARCH_WIDTH))
     if plan.SM_SCALE is not None:
         numbers.append(Variable("SM_SCALE", repr(plan.SM_SCALE)))
     multiplier = plan.SM_SCALE * LOG2_E if plan.FOLD_SCALE and plan.SM_SCALE is not None else LOG2_E
@@ -125,6 +127,11 @@ def _variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
     numbers.append(Variable(name, repr(multiplier), comment))
     numbers.append(row_max_floor(plan.SUBTRACT_FIRST, multiplier))
     return numbers
+
+
+def search_width(width: int) -> Variable:
+    """Return how many sequences a tile compares at a time."""
+    return Variable("SEARCH_WIDTH", str(width), "sequences that a tile compares at a time")
 
 
 def row_max_floor(subtract_first: bool, multiplier: float) -> Variable:

@@ -9,7 +9,7 @@ from typing import Protocol
 from flexgen.codegen.backward_text import BackwardHoles, BackwardText
 from flexgen.codegen.dialects.triton import Dialect, pointer_type, type_name
 from flexgen.codegen.dropout_text import dropout_functions
-from flexgen.codegen.emit import LOG2_E, Variable, line_map, mod_context, render_kernel
+from flexgen.codegen.emit import LOG2_E, Variable, line_map, mod_context, render_kernel, search_width
 from flexgen.codegen.header import backward_header, delta_header
 from flexgen.codegen.key import kernel_key
 from flexgen.codegen.mod_printer import PrintedLine, PrintedMod, print_function, print_mod
@@ -98,6 +98,8 @@ def _variables(plan: BackwardPlan, holes: BackwardHoles) -> list[Variable]:
     names += ["GQA_SHARED_HEADS"]
     names += ["SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE"] if holes.table else []
     variables = [Variable(name, str(getattr(plan, name))) for name in names]
+    if plan.index_map.packs_sequences:
+        variables.append(search_width(plan.SEARCH_WIDTH))
     if plan.SM_SCALE is not None:
         variables.append(Variable("SM_SCALE", repr(plan.SM_SCALE)))
         if plan.FOLD_SCALE:

@@ -15,7 +15,7 @@ from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.sides import Side, dim_mask
 from flexgen.codegen.source import Arg, Role
-from flexgen.codegen.tile_args import dot_options, stride_args
+from flexgen.codegen.tile_args import dot_options, length_args, stride_args
 from flexgen.codegen.walk_text import Checked, gap_count, grouped, span, walks_of
 from flexgen.lowering.dropout import Draws
 from flexgen.lowering.schedule import Walk
@@ -293,7 +293,7 @@ class ForwardText:
         for tensor, row in (("query", "q"), ("key", "kv"), ("value", "kv"), ("output", "q")):
             args += stride_args(tensor, row, plan, {*plan.unit_stride, "output"})
         lengths = ["Q_LEN", "KV_LEN", "Q_HEADS", *["Q_OFFSET", "KV_OFFSET"] * plan.index_map.has_offsets]
-        args += [Arg(name, Role.LENGTH, name, None, "i32", False) for name in lengths]
+        args += length_args(plan, ["Q_TOTAL", "SEQUENCES", "Q_HEADS"] if plan.index_map.packs_sequences else lengths)
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
         args += dropout_args(plan.DROPOUT, plan.accumulator_dtype)
         bounds = self.ranges.args if self.ranges else ()

@@ -35,6 +35,7 @@ def header(mods: Mods, plan: ForwardPlan) -> str:
         ("score_mod", _name(mods.score, "none: softmax of scaled products")),
         ("mask_mod", _name(mods.mask, "none: every key is live")),
         ("tile", _tile(plan)),
+        *_sequences(plan),
         ("keys", _keys(plan.schedule)),
         ("rows safe", _yes(plan.ROWS_GUARANTEED_SAFE, _because(plan, "ROWS_GUARANTEED_SAFE"))),
         *_dropout(plan),
@@ -53,6 +54,7 @@ def backward_header(mods: Mods, plan: BackwardPlan) -> str:
         ("score_mod", _name(mods.score, "none: softmax of scaled products")),
         ("mask_mod", _name(mods.mask, "none: every key is live")),
         ("tile", f"{sizes}   because: {_because(plan, 'BLOCK_M')}"),
+        *_sequences(plan),
         (walked, _keys(plan.schedule)),
         *_dropout(plan),
         ("flags", ", ".join(f"{name}={getattr(plan, name)}" for name in FLAGS if hasattr(plan, name))),
@@ -86,6 +88,11 @@ def _name(graph: Graph | None, absent: str) -> str:
 def _tile(plan: ForwardPlan) -> str:
     sizes = f"{plan.BLOCK_M} query rows x {plan.BLOCK_N} keys, {plan.num_warps} warps, {plan.num_stages} stages"
     return f"{sizes}   because: {_because(plan, 'BLOCK_M')}"
+
+
+def _sequences(plan: ForwardPlan | BackwardPlan) -> list[tuple[str, str]]:
+    packed = plan.index_map.packs_sequences
+    return [("sequences", f"packed: {_because(plan, 'SEARCH_WIDTH')}")] if packed else []
 
 
 def _keys(schedule: Schedule) -> str:

@@ -17,13 +17,14 @@ class Role(enum.Enum):
     TABLE = "table"  # pointer to one of the block table's index tensors
     TABLE_STRIDE = "table stride"
     TABLE_SIZE = "table size"
+    CU_SEQLENS = "cu_seqlens"  # pointer to the offsets of packed sequences
     BUFFER = "buffer"  # pointer to a captured tensor
     BUFFER_STRIDE = "buffer stride"
     BUFFER_SIZE = "buffer size"
     BUFFER_GRAD = "buffer gradient"  # pointer to the gradient of a captured tensor
     BUFFER_GRAD_STRIDE = "buffer gradient stride"
     SCALAR = "scalar"  # captured number
-    LENGTH = "length"  # Q_LEN, KV_LEN, Q_HEADS, BATCH, Q_OFFSET, KV_OFFSET
+    LENGTH = "length"  # Q_LEN, KV_LEN, Q_HEADS, BATCH, Q_OFFSET, KV_OFFSET; Q_TOTAL, KV_TOTAL, SEQUENCES
     SCALE = "scale"
     DROPOUT = "dropout"  # drop_below, keep_scale
 

@@ -41,8 +41,12 @@ def add_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_problem(parser: argparse.ArgumentParser, *, dtype: str, target: bool = True, dropout: bool = True) -> None:
-    """Add what makes a file's mods an attention problem: shape, dtype, options and, mostly, target and dropout."""
+def add_problem(
+    parser: argparse.ArgumentParser, *, dtype: str, target: bool = True, dropout: bool = True, packed: bool = True
+) -> None:
+    """Add what makes a file's mods an attention problem: shape, dtype, options and, mostly, target, dropout, packing."""
+    if packed:
+        _add_packed(parser)
     parser.add_argument(
         "--shape",
         type=parse_shape,
@@ -75,6 +79,16 @@ def add_problem(parser: argparse.ArgumentParser, *, dtype: str, target: bool = T
         )
     if target:
         add_target(parser, "the chip to compile for, or interpret (default: this machine's GPU; without one, sm_90)")
+
+
+def _add_packed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--packed",
+        type=parse_lengths,
+        metavar="LENGTHS",
+        help="lengths of sequences packed along the length, such as 100,37,1, as for cu_seqlens; the shape's B, Lq and "
+        "Lk are 1 and their sum then",
+    )
 
 
 def add_target(parser: argparse.ArgumentParser, text: str) -> None:
@@ -122,6 +136,13 @@ def parse_shape(text: str) -> Shape:
             f"{text!r} is not a shape: give {len(Shape._fields)} numbers {SHAPE_NAMES}, such as {DEFAULT_SHAPE}"
         )
     return Shape(*map(int, parts))
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} are no lengths: give whole numbers, such as 100,37,1")
+    return tuple(map(int, parts))
 
 
 def parse_dtype(text: str) -> str:

@@ -25,6 +25,7 @@ from flexgen.runtime.dropout import Dropout, draw_seed
 EXAMPLES = """\
   flexgen check causal.py                        on this machine's GPU, or interpreted on the CPU
   flexgen check causal.py --target interpret     on the CPU
+  flexgen check causal.py --packed 100,37,1      sequences of these lengths, packed
   flexgen check mods.py:softcap --dtype bf16 --set USE_SUBTILING=1 --shape 1,2,2,100,300,80,80"""
 
 SEED = 0
@@ -106,13 +107,15 @@ def compare(
         subject.attention.mask_mod,
         softmax_scale(None, query.shape[3]),
         dropped,
+        subject.packed,
     )
     with fitting_shape(subject.shape):
         exact = evaluate_dense(problem, "exact", lambda work: console.track(work, "in float64", at_least=32))
         eager = evaluate_dense(problem, "eager", lambda work: console.track(work, "eagerly", at_least=32))
     request, random = AuxRequest(lse=True, max_scores=True), random.manual_seed(SEED)
+    offsets = subject.offsets(query.device)
     output, aux = subject.attention(
-        query, key, value, return_aux=request, dropout_p=subject.dropout_p, generator=random
+        query, key, value, return_aux=request, cu_seqlens_q=offsets, dropout_p=subject.dropout_p, generator=random
     )
     actual = Outputs(to_bhsd(output, layout), aux.lse, aux.max_scores)
     return (
@@ -169,7 +172,7 @@ def _gaps(actual: Tensor, exact: Tensor) -> Tensor:
 def _write_head(subject: Subject, device: torch.device, console: Console) -> None:
     where = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU, in Triton's interpreter"
     dtype = str(subject.dtype).removeprefix("torch.")
-    console.line(Span(f"{subject.name}  {subject.shape}  {dtype}", "bold"), Span(f"  on {where}", "dim"))
+    console.line(Span(f"{subject.name}  {subject.sizes}  {dtype}", "bold"), Span(f"  on {where}", "dim"))
 
 
 def _write_decisions(plan: ForwardPlan, console: Console) -> None:

@@ -75,7 +75,7 @@ def _sum_up(subject: Subject, built: Built, console: Console) -> None:
     plan = built.lowered.plan
     console.line(Span(f"{subject.name} for {plan.target.name}", "bold"))
     rows = [
-        ("shape", f"{subject.shape} {str(subject.dtype).removeprefix('torch.')}"),
+        ("shape", f"{subject.sizes} {str(subject.dtype).removeprefix('torch.')}"),
         ("tile", tile_text(plan)),
         ("keys", f"{plan.schedule.walk.value}: {plan.schedule.because}"),
         *resource_lines(built),

@@ -36,7 +36,7 @@ EXAMPLES = """\
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
-    add_problem(parser, dtype="bf16", dropout=False)
+    add_problem(parser, dtype="bf16", dropout=False, packed=False)
     parser.add_argument("--batch", type=int, default=0, metavar="B", help="which batch to picture (default: 0)")
     parser.add_argument("--head", type=int, default=0, metavar="H", help="which query head to picture (default: 0)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the tiles into a PNG file (needs matplotlib)")

@@ -36,6 +36,8 @@ def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> Val
             return _stride(launch.table[arg.of], arg.dim)
         case Role.TABLE_SIZE:
             return launch.table[arg.of].shape[arg.dim or 0]
+        case Role.CU_SEQLENS:
+            return launch.cu_seqlens[arg.of]
         case Role.BUFFER:
             return launch.buffers[arg.of]
         case Role.BUFFER_STRIDE:
@@ -71,5 +73,8 @@ def _length(name: str, launch: Launch) -> int:
         "BATCH": launch.batch,
         "Q_OFFSET": launch.q_offset,
         "KV_OFFSET": launch.kv_offset,
+        "Q_TOTAL": launch.q_len,
+        "KV_TOTAL": launch.kv_len,
+        "SEQUENCES": launch.sequences,
     }
     return lengths[name]

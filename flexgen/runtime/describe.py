@@ -29,13 +29,14 @@ class Launch:
     """What only the run knows.
 
     Attributes:
-        batch, q_heads, kv_heads, q_len, kv_len: sizes.
+        batch, q_heads, kv_heads, q_len, kv_len: sizes; of packed sequences, of the tensors that hold them all.
         q_offset, kv_offset: logical index of the first query and key.
         tensors: query, key, value in [B, H, L, D] order (views of the caller's tensors).
         table: the block table's lists, by name, if the call brings one.
         buffers, scalars: captured values by name.
         scale: the softmax scale.
         dropout: which softmax weights are dropped; None for none.
+        cu_seqlens: where packed sequences begin, int32 or int64 [sequences + 1] each, by name; empty where none are.
     """
 
     batch: int
@@ -51,6 +52,12 @@ class Launch:
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scalars: Mapping[str, int | float] = field(default_factory=dict)
     dropout: Dropout | None = None
+    cu_seqlens: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences are packed along the length."""
+        return self.cu_seqlens["cu_seqlens_q"].shape[0] - 1 if self.cu_seqlens else self.batch
 
     @property
     def device(self) -> torch.device:
@@ -194,6 +201,7 @@ def describe_problem(
         output_max=output_max,
         has_offsets=has_offsets,
         dropout=launch.dropout is not None,
+        cu_seqlens=launch.cu_seqlens["cu_seqlens_q"].dtype if launch.cu_seqlens else None,
     )
 
 
@@ -215,7 +223,7 @@ def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
         kv_divisible=launch.kv_len % DIVISOR == 0,
         wide=frozenset(wide),
         aligned=frozenset(name for name, tensor in launch.tensors.items() if _is_aligned(tensor)),
-        rows_safe_holds=rows_safe.holds and all_hold(rows_safe.assumptions, _numbers(launch)),
+        rows_safe_holds=not launch.cu_seqlens and rows_safe.holds and all_hold(rows_safe.assumptions, _numbers(launch)),
         wide_index=length >= INDEX_LIMIT,
     )
 

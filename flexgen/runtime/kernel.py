@@ -111,6 +111,8 @@ def program_count(plan: Plan, launch: Launch) -> int:
     if isinstance(plan, OwnGrid):
         tiles = _tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads
         return plan.programs(tiles, processors(launch.device))
+    if not isinstance(plan, DeltaPlan) and plan.index_map.packs_sequences:
+        return _tiles_of_sequences(plan, launch)
     match plan:
         case DeltaPlan():
             return _tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads
@@ -137,6 +139,13 @@ def _own_tiles(plan: ForwardPlan | BackwardPlan, length: int, block: int, sparse
     if plan.schedule.walk is Walk.TABLE and sparse % block:
         return _tiles(length, sparse) * _tiles(min(sparse, length), block)
     return _tiles(length, block)
+
+
+def _tiles_of_sequences(plan: ForwardPlan | BackwardPlan, launch: Launch) -> int:
+    """Return the programs that packed sequences of any lengths need: see IndexMap."""
+    if isinstance(plan, BackwardPlan) and plan.kernel is BackwardKernel.DKDV:
+        return (_tiles(launch.kv_len, plan.BLOCK_N) + launch.sequences) * launch.kv_heads
+    return (_tiles(launch.q_len, plan.BLOCK_M) + launch.sequences) * launch.q_heads
 
 
 def _tiles(length: int, block: int) -> int:

@@ -14,6 +14,7 @@ from flexgen.runtime.dropout import SEED, Dropout
 from flexgen.runtime.gluon_descriptor import descriptor_form
 from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.outputs import OutputForm
+from flexgen.runtime.packing import Packing
 from flexgen.runtime.table_cache import TableRequest
 
 
@@ -55,9 +56,10 @@ class Prepared:
         self._dropout = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.DROPOUT]
         tables = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TABLE]
         self._tables = tables if request is not None else []
+        self._offsets = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.CU_SEQLENS]
         described = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.DESCRIPTOR]
         self._described = [(at, name, descriptor_form(launch.tensors[name])) for at, name in described]
-        for at, _ in (*self._tensors, *self._buffers, *self._tables, *described):
+        for at, _ in (*self._tensors, *self._buffers, *self._tables, *self._offsets, *described):
             self._values[at] = None
 
     def run(
@@ -68,9 +70,17 @@ class Prepared:
         buffers: Sequence[torch.Tensor],
         scalars: Sequence[int | float],
         lists: Mapping[str, torch.Tensor],
+        packing: Packing | None = None,
         dropout: Dropout | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Launch with these tensors, captured values, lists of a derived table and dropout; return the outputs."""
+        """Launch and return the outputs.
+
+        Args:
+            query, key, value, buffers, scalars: the call's tensors and captured values.
+            lists: of a derived table.
+            packing: where packed sequences begin.
+            dropout: what is dropped.
+        """
         outputs = self._outputs.allocate(query)
         tensors = {"query": query, "key": key, "value": value, **outputs}
         values = self._values.copy()
@@ -86,6 +96,10 @@ class Prepared:
             values[at] = buffers[index]
         for at, name in self._tables:
             values[at] = lists[name]
+        if packing is not None:
+            offsets = packing.named
+            for at, name in self._offsets:
+                values[at] = offsets[name]
         for at, index in self._scalars:
             values[at] = scalars[index]
         self._execute(self._grid, values)

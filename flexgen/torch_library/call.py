@@ -16,6 +16,7 @@ from flexgen.capture.traceable import Reader, read
 from flexgen.extras import Extras
 from flexgen.options import Layout, Options
 from flexgen.runtime.dropout import Dropout
+from flexgen.runtime.packing import refuse_table
 from flexgen.torch_library.block_lists import Lists, lists_of
 from flexgen.torch_library.distributed import PLAIN, is_distributed
 from flexgen.torch_library.refuse import refuse
@@ -118,9 +119,9 @@ def call_operator(
     """
     captured = read(form.reader, score_mod, mask_mod)
     lists, sizes = lists_of(extras.block_table)
-    seed, p = seed_and_probability(extras.dropout)
+    offsets, (seed, p) = offsets_of(extras), seed_and_probability(extras.dropout)
     numbers = (captured.integers, captured.floats, extras.scale, extras.aux.max_scores, p)
-    return call_with(share, tensors, captured.buffers, lists, seed, sizes, *numbers, form.spec, form.options)
+    return call_with(share, tensors, captured.buffers, lists, offsets, seed, sizes, *numbers, form.spec, form.options)
 
 
 def seed_and_probability(dropout: Dropout | None) -> tuple[torch.Tensor | None, float]:
@@ -128,21 +129,36 @@ def seed_and_probability(dropout: Dropout | None) -> tuple[torch.Tensor | None, 
     return (None, 0.0) if dropout is None else (dropout.seed, dropout.p)
 
 
+def offsets_of(extras: Extras) -> list[torch.Tensor]:
+    """Return the operator's argument `cu_seqlens`.
+
+    Raises:
+        UnsupportedProblemError: a block mask was given too.
+    """
+    if extras.packing is None:
+        return []
+    if extras.block_table is not None:
+        raise refuse_table()
+    return list(extras.packing.tensors)
+
+
 def call_with(
     share: Any,
     tensors: Tensors,
     buffers: Sequence[torch.Tensor],
     lists: Lists,
+    offsets: Sequence[torch.Tensor],
     seed: torch.Tensor | None,
     *rest: Any,
 ) -> dict[str, torch.Tensor]:
     """Call the operator with this rank's share of the tensors; returns what `call_operator` does."""
     if share is None:
-        refuse_distributed(buffers)
-        outputs = _call(*tensors, buffers, lists, seed, *rest)
+        refuse_distributed([*buffers, *offsets])
+        outputs = _call(*tensors, buffers, lists, offsets, seed, *rest)
     else:
+        refuse_shared_packing(offsets)
         refuse_shared_dropout(seed)
-        outputs = _call(*share.tensors(*tensors), share.buffers(buffers), share.lists(lists), seed, *rest)
+        outputs = _call(*share.tensors(*tensors), share.buffers(buffers), share.lists(lists), [], seed, *rest)
         outputs = share.outputs(*outputs)
     return {"output": outputs[0], "logsumexp": outputs[1], "max_scores": outputs[2]}
 
@@ -173,6 +189,20 @@ def refuse_shared_dropout(seed: torch.Tensor | None) -> None:
             "dropout_p was passed with query, key and value that are DTensors",
             why="each rank would draw by its own batches and heads, so that ranks repeat or contradict each other",
             fix="pass dropout_p=0, or drop the outputs instead of the weights",
+        )
+
+
+def refuse_shared_packing(offsets: Sequence[torch.Tensor]) -> None:
+    """Refuse packed sequences of DTensors.
+
+    Raises:
+        UnsupportedProblemError: there are offsets.
+    """
+    if offsets:
+        refuse(
+            "cu_seqlens_q was passed with query, key and value that are DTensors",
+            why="offsets count tokens of the whole, and a rank may hold a part of a sequence",
+            fix="call it with each rank's own sequences and plain tensors, .to_local()",
         )
 
 

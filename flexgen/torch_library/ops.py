@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
+from flexgen.errors import UnsupportedProblemError
 from flexgen.runtime.differentiable import double_backward
 from flexgen.torch_library.run import Arguments, fake_backward, fake_forward, run_backward, run_forward
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _SHARED = (
-    "Tensor query, Tensor key, Tensor value, Tensor[] buffers, Tensor?[] block_lists, Tensor? dropout_seed, "
-    "SymInt[] block_sizes, SymInt[] integers, float[] floats, float? scale, bool max_scores, float dropout_p, "
-    "str spec, str options"
+    "Tensor query, Tensor key, Tensor value, Tensor[] buffers, Tensor?[] block_lists, Tensor[] cu_seqlens, "
+    "Tensor? dropout_seed, SymInt[] block_sizes, SymInt[] integers, float[] floats, float? scale, bool max_scores, "
+    "float dropout_p, str spec, str options"
 )
 _COUNT = len(_SHARED.split(", "))
-_BUFFERS = 3  # where the buffers stand among the arguments
+_BUFFERS, _OFFSETS = 3, 5  # where the buffers and the offsets of packed sequences stand among the arguments
 _MAX_SCORES = 4  # where the flag stands among the arguments that are no tensors
 
 _operator = torch.library.custom_op
@@ -52,10 +53,10 @@ def _(*arguments: Any) -> list[torch.Tensor]:
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    query, key, value, buffers, lists, seed, *plain = inputs
+    query, key, value, buffers, lists, offsets, seed, *plain = inputs
     present = [tensor for tensor in lists if tensor is not None]
-    ctx.save_for_backward(query, key, value, output[0], output[1], output[3], seed, *buffers, *present)
-    ctx.counts = (len(buffers), [tensor is not None for tensor in lists])
+    ctx.save_for_backward(query, key, value, output[0], output[1], output[3], seed, *buffers, *offsets, *present)
+    ctx.counts = (len(buffers), len(offsets), [tensor is not None for tensor in lists])
     ctx.plain = plain
     # max_scores has no gradient, which a loss that asks for it is told: it is no constant to autograd.
     ctx.mark_non_differentiable(output[3], *([] if plain[_MAX_SCORES] else [output[2]]))
@@ -64,10 +65,11 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 def _saved_arguments(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     query, key, value, output, logsumexp, tail, seed, *rest = ctx.saved_tensors
-    buffer_count, has_list = ctx.counts
-    buffers, lists = rest[:buffer_count], iter(rest[buffer_count:])
+    buffer_count, offset_count, has_list = ctx.counts
+    end = buffer_count + offset_count
+    buffers, offsets, lists = rest[:buffer_count], rest[buffer_count:end], iter(rest[end:])
     block_lists = [next(lists) if has else None for has in has_list]
-    return (query, key, value, buffers, block_lists, seed, *ctx.plain), (output, logsumexp, tail)
+    return (query, key, value, buffers, block_lists, offsets, seed, *ctx.plain), (output, logsumexp, tail)
 
 
 def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -103,7 +105,17 @@ attention_backward.register_autograd(_refuse_double_backward)
 
 
 def _each(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
-    """Call the operator once for each entry of the dimension that is mapped over."""
+    """Call the operator once for each entry of the dimension that is mapped over.
+
+    Raises:
+        UnsupportedProblemError: of packed sequences.
+    """
+    if arguments[_OFFSETS]:
+        raise UnsupportedProblemError(
+            "attention over packed sequences (cu_seqlens) was called inside torch.vmap",
+            why="packed sequences are a batch of their own, with one set of offsets",
+            fix="pack the mapped entries too, as more sequences, or call it outside of vmap",
+        )
     return [
         operator(*(_entry(argument, dim, at) for argument, dim in zip(arguments, in_dims, strict=True)))
         for at in range(info.batch_size)

@@ -18,6 +18,7 @@ from flexgen.options import Layout
 from flexgen.runtime.describe import check_tensors, to_bhsd
 from flexgen.runtime.differentiable import Saved, max_scores_gradient
 from flexgen.runtime.dropout import Dropout
+from flexgen.runtime.packing import Packing, check_packing
 from flexgen.torch_library.block_lists import block_mask_of
 from flexgen.torch_library.spec import KEPT, captured_of, parse_options
 
@@ -30,6 +31,7 @@ class Arguments:
         query, key, value: in the layout of the options.
         buffers, integers, floats: what the mods captured, in the order that the spec declares.
         block_lists, block_sizes: a block mask, or empty.
+        cu_seqlens: where packed sequences begin, as `Packing.tensors`, or empty.
         dropout_seed, dropout_p: see `Dropout`; None and 0 where nothing is dropped.
         scale: the softmax scale; None for the default.
         max_scores: whether the call returns them.
@@ -41,6 +43,7 @@ class Arguments:
     value: torch.Tensor
     buffers: Sequence[torch.Tensor]
     block_lists: Sequence[torch.Tensor | None]
+    cu_seqlens: Sequence[torch.Tensor]
     dropout_seed: torch.Tensor | None
     block_sizes: Sequence[int]
     integers: Sequence[int]
@@ -56,6 +59,8 @@ class Arguments:
         return parse_options(self.options).layout
 
     @property
+    def packing(self) -> Packing | None:
+        return Packing(*self.cu_seqlens) if self.cu_seqlens else None
     def dropout(self) -> Dropout | None:
         return None if self.dropout_seed is None else Dropout(self.dropout_p, self.dropout_seed)
 
@@ -78,8 +83,8 @@ def _reading(call: Arguments) -> Reading:
 
 
 def _extras(call: Arguments, *, max_scores: bool = False) -> Extras:
-    block_mask = block_mask_of(call.block_lists, call.block_sizes)
-    return Extras(call.scale, AuxRequest(True, max_scores), block_mask, dropout=call.dropout)
+    blocks = block_mask_of(call.block_lists, call.block_sizes)
+    return Extras(call.scale, AuxRequest(True, max_scores), blocks, call.packing, dropout=call.dropout)
 
 
 def run_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,6 +103,8 @@ def fake_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     """Return what `run_forward` would, without data: the same shapes, dtypes and strides."""
     check_tensors(call.query, call.key, call.value, call.layout)
     query, value = to_bhsd(call.query, call.layout), to_bhsd(call.value, call.layout)
+    if call.packing is not None:
+        check_packing(call.packing, query, to_bhsd(call.key, call.layout))
     b, h, s, _ = query.shape
     d = value.shape[3]
     if call.layout == "bshd":
@@ -149,7 +156,17 @@ def run_backward(
         _reading(call),
         (call.query, call.key, call.value),
         _extras(call),
-        Saved(query, key, value, to_bhsd(output, layout), logsumexp, tail, tuple(call.buffers), call.dropout),
+        Saved(
+            query,
+            key,
+            value,
+            to_bhsd(output, layout),
+            logsumexp,
+            tail,
+            tuple(call.buffers),
+            call.packing,
+            call.dropout,
+        ),
         to_bhsd(grad_output, layout),
         grad_logsumexp,
         frozenset(wanted_names),

@@ -11,6 +11,7 @@ import torch
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.capture.live import LiveMods, NumberHistory
 from flexgen.extras import Extras
+from flexgen.jagged import is_nested, read_jagged
 from flexgen.options import Options
 from flexgen.torch_library.block_lists import lists_of
 from flexgen.torch_library.call import (
@@ -20,6 +21,7 @@ from flexgen.torch_library.call import (
     autocast,
     call_operator,
     call_with,
+    offsets_of,
     score_dtype,
     seed_and_probability,
     share_of,
@@ -40,7 +42,10 @@ def call_traced(
     block_mask: Any,
 ) -> Any:
     """Call the operator with the mods' captured values as its arguments; see `flex_attention`."""
-    extras = Extras(scale, read_aux_request(return_aux), block_mask)
+    jagged = read_jagged(*tensors, dict(options).get("layout", "bhsd"), None) if is_nested(*tensors) else None
+    if jagged is not None:
+        tensors = jagged.tensors
+    extras = Extras(scale, read_aux_request(return_aux), block_mask, jagged.packing if jagged is not None else None)
     tensors = autocast(tensors)
     if shows_no_values(score_mod) or shows_no_values(mask_mod):
         outputs = _call_recorded(score_mod, mask_mod, options, tensors, extras)
@@ -49,7 +54,8 @@ def call_traced(
         starts = AT_ZERO if share is None else share.starts
         form = _form(*_parts(score_mod), *_parts(mask_mod), options, tensors[0].dtype, starts)
         outputs = call_operator(form, score_mod, mask_mod, tensors, extras, share)
-    return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, extras.aux))
+    result = outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, extras.aux))
+    return result if jagged is None else jagged.nested(result)
 
 
 def _call_recorded(
@@ -68,9 +74,9 @@ def _call_recorded(
     form = form_of_records(score, mask, kinds, options, dtype, AT_ZERO if share is None else share.starts)
     buffers = [captured[place] for place in form.order]
     lists, sizes = lists_of(extras.block_table)
-    seed, p = seed_and_probability(extras.dropout)
+    offsets, (seed, p) = offsets_of(extras), seed_and_probability(extras.dropout)
     numbers: tuple[Any, ...] = ([], [], extras.scale, extras.aux.max_scores, p)
-    return call_with(share, tensors, buffers, lists, seed, sizes, *numbers, form.spec, form.options)
+    return call_with(share, tensors, buffers, lists, offsets, seed, sizes, *numbers, form.spec, form.options)
 
 
 def _parts(mod: Any) -> Parts:

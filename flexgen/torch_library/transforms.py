@@ -21,22 +21,25 @@ class Plain:
 
     Attributes:
         buffer_count: how many captured tensors follow query, key and value.
+        offset_count: how many tensors of `cu_seqlens` follow those.
         has_list: for each of a block mask's lists, whether it is there.
         has_seed: whether dropout's seed is there, the last of the tensors.
         rest: the arguments after it.
     """
 
     buffer_count: int
+    offset_count: int
     has_list: tuple[bool, ...]
     has_seed: bool
     rest: tuple[Any, ...]
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Return the operator's arguments."""
-        end = _INPUTS + self.buffer_count
-        others = iter(tensors[end:])
+        buffers_end = _INPUTS + self.buffer_count
+        end = buffers_end + self.offset_count
+        buffers, offsets, others = list(tensors[_INPUTS:buffers_end]), list(tensors[buffers_end:end]), iter(tensors[end:])
         *block_lists, seed = [next(others) if has else None for has in (*self.has_list, self.has_seed)]
-        return (*tensors[:_INPUTS], list(tensors[_INPUTS:end]), block_lists, seed, *self.rest)
+        return (*tensors[:_INPUTS], buffers, block_lists, offsets, seed, *self.rest)
 
 
 class _Gradients(torch.autograd.Function):
@@ -98,11 +101,11 @@ def _forward_mode() -> UnsupportedProblemError:
 
 def call_transformed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Call the operator so that torch.func.grad, vjp, jacrev and vmap work; jvp is refused by name."""
-    query, key, value, buffers, lists, seed, *rest = arguments
+    query, key, value, buffers, lists, offsets, seed, *rest = arguments
     has_list = tuple([tensor is not None for tensor in lists])
-    plain = Plain(len(buffers), has_list, seed is not None, tuple(rest))
+    plain = Plain(len(buffers), len(offsets), has_list, seed is not None, tuple(rest))
     present = [tensor for tensor in (*lists, seed) if tensor is not None]
     outputs: tuple[torch.Tensor, ...] = _Attention.apply(  # type: ignore[no-untyped-call]
-        plain, query, key, value, *buffers, *present
+        plain, query, key, value, *buffers, *offsets, *present
     )
     return outputs

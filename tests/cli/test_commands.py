@@ -224,3 +224,31 @@ def test_cache_lists_and_clears(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     assert said.code == 0 and "forward, for sm_90, mask_mod causal" in said.out and "1 source," in said.err
     assert run("cache", "clear").out.startswith("deleted 1 source ")
     assert run("cache", "list").out == ""
+
+
+# packed sequences
+
+
+@needs_triton
+def test_check_compares_each_packed_sequence_with_float64(tmp_path: Path, run: Run) -> None:
+    file = tmp_path / "after_a_prefix.py"
+    file.write_text(
+        "import torch\nprefix = torch.tensor([3, 0, 9])\nSHAPE = (2, 4, 2, 64, 64, 16, 16)\n\n\n"
+        "def mask_mod(b, h, q_idx, kv_idx):\n    return (q_idx >= kv_idx) | (kv_idx < prefix[b])\n"
+    )
+    said = run("check", file, "--packed", "20,0,37", "--target", "interpret")
+    assert said.code == 0 and "1,4,2,57,57,16,16 packed 20,0,37" in said.out
+    assert said.out.count("pass") == 4
+
+
+def test_packed_sequences_reach_the_source(causal: Path, run: Run) -> None:
+    said = run("compile", causal, "--dump-code", "--target", "sm_90", "--packed", "100,37,1")
+    assert said.code == 0 and "cu_seqlens_q_ptr" in said.out
+    said = run("explain", causal, "--target", "sm_90", "--packed", "100,37,1")
+    assert "PACKED_SEQUENCES       = True" in said.out
+
+
+def test_lengths_that_are_none_are_refused(causal: Path, run: Run) -> None:
+    said = run("check", causal, "--packed", "100,-3")
+    assert said.code == 2 and "'100,-3' are no lengths" in said.err
+    assert run("mask", causal, "--packed", "100").code == 2  # a mask's picture is of one sequence

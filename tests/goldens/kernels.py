@@ -51,6 +51,7 @@ class KernelCase:
     Attributes:
         build: returns (score_mod, mask_mod); or a generator that yields them and then changes what they capture.
         make_table: makes the block mask of mask_mod, where the call brings one.
+        sequences: how many are packed along the length; None where each is an entry of the batch.
     """
 
     build: Callable[[], Any]
@@ -59,6 +60,7 @@ class KernelCase:
     aux: flexgen.AuxRequest | None
     make_table: Callable[[Mod], Any] | None
     dropout_p: float = 0.0
+    sequences: int | None = None
 
     @property
     def name(self) -> str:
@@ -73,9 +75,16 @@ class KernelCase:
 
     def _lower(self, attention: flexgen.Attention, target: str) -> Lowered:
         table = self.make_table(attention.mask_mod) if self.make_table and attention.mask_mod else None
-        return attention.lower(
-            *self.sizes.tensors(), return_aux=self.aux, target=target, block_table=table, dropout_p=self.dropout_p
-        )
+        given = {"return_aux": self.aux, "target": target, "block_table": table, "dropout_p": self.dropout_p}
+        return attention.lower(*self.sizes.tensors(), **given, **offsets(self.sequences))
+
+
+def offsets(sequences: int | None) -> dict[str, torch.Tensor]:
+    """Return the offsets of packed sequences as a call takes them, without memory."""
+    if sequences is None:
+        return {}
+    listed = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    return {"cu_seqlens_q": listed, "cu_seqlens_k": listed.clone()}
 
 
 def kernel(
@@ -85,9 +94,10 @@ def kernel(
     aux: flexgen.AuxRequest | None = None,
     make_table: Callable[[Mod], Any] | None = None,
     dropout_p: float = 0.0,
+    sequences: int | None = None,
 ) -> Callable[[Callable[[], Any]], KernelCase]:
     """Turn a builder of (score_mod, mask_mod) into the case named after it."""
-    return lambda build: KernelCase(build, sizes, options, aux, make_table, dropout_p)
+    return lambda build: KernelCase(build, sizes, options, aux, make_table, dropout_p, sequences)
 
 
 def blocks(q_block_size: int, kv_block_size: int, sizes: Sizes = SIZES) -> Callable[[Mod], Any]:
@@ -243,6 +253,14 @@ def logsumexp_and_maximum():
     return None, first_rows_are_empty
 
 
+@kernel(Sizes(B=1, Hq=4, Hkv=2, Lq=4096, Lk=5000), sequences=16, aux=flexgen.AuxRequest(lse=True))
+def packed_sequences():
+    prefix_length = torch.zeros(16, dtype=torch.int32)
+
+    def causal_after_a_prefix(b, h, q_idx, kv_idx):
+        return q_idx + prefix_length[b] >= kv_idx
+
+    return None, causal_after_a_prefix
 # Dropout.
 
 

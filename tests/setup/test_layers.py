@@ -29,6 +29,7 @@ LAYERS = (
         "dropout",
         "explain",
         "extras",
+        "jagged",
         "lowered",
         "pickling",
         "pipeline",

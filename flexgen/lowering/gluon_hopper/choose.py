@@ -174,6 +174,8 @@ def _walk(question: Question) -> str | None:
 
 
 def _offsets(question: Question) -> str | None:
+    if question.problem.cu_seqlens is not None:
+        return "packed sequences (cu_seqlens) begin where no tile of the copy engine does"
     return "the indices have run-time offsets" if question.problem.has_offsets else None
 
 

@@ -9,6 +9,7 @@ import torch
 
 from flexgen.lowering.decision import Decision
 from flexgen.lowering.dropout import Draws
+from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
 
@@ -104,6 +105,8 @@ class BackwardPlan:
     matrix_instr_nonkdim: int | None
     waves_per_eu: int | None
     shared_bytes: int
+    SEARCH_WIDTH: int
+    index_map: IndexMap
     schedule: Schedule
     scatter: tuple[ScatterSite, ...]
     accumulation: Accumulation

@@ -28,6 +28,7 @@ from flexgen.problem import DIVISOR, Guard, Problem
 MAX_HEAD_DIM = 512
 NOMINAL_LENGTH = 8192  # the sequence that mask ranges are measured on
 LARGEST_SAFE = 1e37  # constants up to this do not make a finite score infinite
+SEARCH_WIDTH = 128  # a warpgroup's threads: one load and one sum find the sequence among so many
 EXTREME = 1e8  # scores of this magnitude are off by several units when multiplied by log2(e)
 
 
@@ -155,16 +156,29 @@ def decide_table(question: Question, answers: Answers) -> None:
 
 
 def _packing(question: Question, answers: Answers) -> None:
-    group, bucket = question.problem.group, question.guard.q_bucket
-    has_offsets = question.problem.has_offsets
-    has_table = question.problem.table is not None
-    if packs_heads(group, bucket, has_table=has_table):
-        value, because = group, f"at most {bucket} queries: the {group} heads of a group share a tile and its keys"
+    problem, group, bucket = question.problem, question.problem.group, question.guard.q_bucket
+    heads = 1
+    if packs_heads(problem, question.guard):
+        heads, because = group, f"at most {bucket} queries: the {group} heads of a group share a tile and its keys"
     elif group == 1:
-        value, because = 1, "one query head a key head"
+        because = "one query head a key head"
+    elif problem.cu_seqlens is not None:
+        because = "a tile holds queries of one sequence, of lengths that the device alone knows"
     else:
-        value, because = 1, "a block table may differ between heads" if has_table else "one head fills a tile"
-    answers.add("index_map", IndexMap(value, has_offsets), because)
+        because = "a block table may differ between heads" if problem.table is not None else "one head fills a tile"
+    answers.add("index_map", IndexMap(heads, problem.has_offsets, problem.cu_seqlens), because)
+    decide_sequences(question, answers)
+
+
+def decide_sequences(question: Question, answers: Answers) -> None:
+    """Decide how a tile finds its sequence, where sequences are packed along the length."""
+    packed = question.problem.cu_seqlens is not None
+    found = f"a tile searches its sequence: one load for up to {SEARCH_WIDTH}, less than a map's own launch costs"
+    answers.add("PACKED_SEQUENCES", packed, "cu_seqlens were given" if packed else "no cu_seqlens were given")
+    balanced = "sequences differ in length: simulated, within 2 % of the best order; head after head, up to 8 %"
+    order = ("heads of a tile together", balanced) if packed else ("head after head", "tiles of a head share its keys")
+    answers.add("program_order", *order)
+    answers.add("SEARCH_WIDTH", SEARCH_WIDTH if packed else 0, found if packed else "each batch entry is one sequence")
 
 
 def _tile(question: Question, answers: Answers) -> None:
@@ -285,6 +299,9 @@ def decide_divisible(question: Question, answers: Answers) -> None:
     if answers["index_map"].packs:
         answers.add("IS_DIVISIBLE", False, "rows of packed heads are always masked")
         return
+    if question.problem.cu_seqlens is not None:
+        answers.add("IS_DIVISIBLE", False, "packed sequences end anywhere")
+        return
     table = question.problem.table
     blocks_fit = table is None or (
         table.q_block_size % block_m == table.kv_block_size % block_n == 0
@@ -352,6 +369,8 @@ def decide_rows_safe(question: Question, answers: Answers) -> None:
     table = question.problem.table
     if table is not None and not table.derived:
         value, because = False, "a block table may leave rows without a block"
+    elif question.problem.cu_seqlens is not None:
+        value, because = False, "a packed sequence may have queries and no keys; the device alone knows"
     elif _may_drop_rows(question.mods.score):
         value, because = False, "score_mod may return -inf for a whole row"
     elif proof.holds and not question.guard.rows_safe_holds:

@@ -32,7 +32,9 @@ def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
     choose.decide_backend(question, answers)
     _task(task, answers)
     choose.decide_head_dims(question, answers)
-    answers.add("index_map", IndexMap(), "gradients of the heads of a group are summed by the program, not packed")
+    index_map = IndexMap(cu_seqlens=question.problem.cu_seqlens)
+    answers.add("index_map", index_map, "gradients of the heads of a group are summed by the program, not packed")
+    choose.decide_sequences(question, answers)
     if question.schedule.walk is Walk.DERIVED:
         question = _tile_with_its_table(question, answers, task)
     else:

@@ -44,7 +44,7 @@ def choose_table(
         trusted: the launch's scalars lie in the ranges that the rule was derived for.
     """
     form = table_form(problem, target, options)
-    refusal = _refusal(facts, rule, guard, form, trusted)
+    refusal = _refusal(facts, rule, problem, guard, form, trusted)
     return TableChoice(None, refusal) if refusal is not None else TableChoice(form, facts.kv.because)
 
 
@@ -55,9 +55,13 @@ def table_form(problem: Problem, target: Target, options: KernelOptions) -> Tabl
     return TableForm(options.BLOCK_M or tile.BLOCK_M, options.BLOCK_N or tile.BLOCK_N, True, derived=True)
 
 
-def _refusal(facts: MaskFacts, rule: BlockRule | None, guard: Guard, form: TableForm, trusted: bool) -> str | None:
+def _refusal(
+    facts: MaskFacts, rule: BlockRule | None, problem: Problem, guard: Guard, form: TableForm, trusted: bool
+) -> str | None:
     if facts.kv.tier not in TABLE_TIERS or rule is None:
         return f"the mask's tier is {facts.kv.tier.value}"
+    if problem.cu_seqlens is not None:
+        return "packed sequences have lengths of their own, and a table has one for all"
     if not trusted:
         return "a captured number is too large for the rule of its blocks"
     if rule.tells_nothing:

@@ -40,6 +40,8 @@ class ForwardPlan:
         FOLD_SCALE: scale and log2(e) are one multiplier inside the exponential (identity score_mod).
         SUBTRACT_FIRST: the row maximum is subtracted before scaling by log2(e), so that scores of any magnitude
             keep their differences.
+        SEARCH_WIDTH: sequences that a tile compares at a time in the search for its own, where they are packed;
+            else 0.
         query_dtype, key_dtype, value_dtype: element dtypes; the output has the query's.
         accumulator_dtype: dtype of scores, sums and auxiliary outputs.
         unit_stride: tensors whose last dimension has stride 1.
@@ -81,6 +83,7 @@ class ForwardPlan:
     matrix_instr_nonkdim: int | None
     waves_per_eu: int | None
     shared_bytes: int
+    SEARCH_WIDTH: int
     index_map: IndexMap
     schedule: Schedule
     query_dtype: torch.dtype
