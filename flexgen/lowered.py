@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flexgen.codegen.source import KernelSource
+from flexgen.codegen.source import KernelSource, line_map_text
 from flexgen.explain import explain, explain_backward
 from flexgen.ir.grad_text import print_score_grad
 from flexgen.ir.text import print_mods
@@ -39,11 +39,11 @@ class LoweredBackward:
         return {"backward_delta": self.kernels.delta} | {_pass_name(p): (s, p) for s, p in self.kernels.passes}
 
     @property
-    def source(self) -> dict[str, str]:
-        """Emitted text by name: of each kernel, and of those that derive its block table."""
+    def sources(self) -> dict[str, KernelSource]:
+        """Emitted modules by name: of each kernel, and of those that derive its block table."""
         names = [_pass_name(plan) for _, plan in self.kernels.passes]
-        derived = {f"{name}_block_table": t.source.text for name, t in zip(names, self.tables, strict=True) if t}
-        return derived | {name: source.text for name, (source, _) in self.passes.items()}
+        derived = {f"{name}_block_table": t.source.fill for name, t in zip(names, self.tables, strict=True) if t}
+        return derived | {name: source for name, (source, _) in self.passes.items()}
 
 
 def _pass_name(plan: BackwardPlan) -> str:
@@ -74,9 +74,14 @@ class Lowered:
 
         The kernels that derive a backward kernel's table go by its name with "_block_table".
         """
-        sources = {self.forward.source.entry: self.forward.source.text}
-        sources |= {"block_table": self.table.source.text} if self.table else {}
-        return sources | (self.backward.source if self.backward else {})
+        return {name: source.text for name, source in self.sources.items()}
+
+    @property
+    def sources(self) -> dict[str, KernelSource]:
+        """The same by the same names, with the kernels' arguments and the origin of each line."""
+        sources = {self.forward.source.entry: self.forward.source}
+        sources |= {"block_table": self.table.source.fill} if self.table else {}
+        return sources | (self.backward.sources if self.backward else {})
 
     @property
     def plan(self) -> ForwardPlan:
@@ -103,6 +108,7 @@ class Lowered:
             ("03_facts.txt", self.understood.facts.describe() + "\n"),
             ("04_plan.txt", self.explain()),
             *((f"05_{entry}.py", text) for entry, text in self.source.items()),
+            *((f"05_{entry}.lines.json", line_map_text(source)) for entry, source in self.sources.items()),
         ]
 
     def _score_grad(self) -> Iterator[tuple[str, str]]:
@@ -133,6 +139,7 @@ class Lowered:
             num_stages=options.pop("num_stages"),
             extra_options=options,
             divisible=divisible,
+            line_map=source.line_map,
         )
 
     def _kernel(self, entry: str) -> tuple[KernelSource, ForwardPlan | DeltaPlan | BackwardPlan, frozenset[int]]:

@@ -19,10 +19,12 @@ from triton.compiler.compiler import ASTSource, make_backend
 from triton.compiler.errors import CompilationError
 from triton.runtime.jit import JITFunction
 
+from flexgen.codegen.source import LineOrigin
 from flexgen.errors import InternalError, KernelCompileError, OptionError, SourceSpan
 from flexgen.runtime.arguments import TypedArg
 from flexgen.runtime.environment import read_environment
 from flexgen.runtime.gluon_source import gluon_source
+from flexgen.runtime.line_origin import with_origin
 
 
 class TargetFacts(Protocol):
@@ -98,6 +100,7 @@ def compile_entry(
     num_stages: int,
     extra_options: Mapping[str, object] | None = None,
     divisible: frozenset[int] = frozenset(),
+    line_map: Sequence[LineOrigin] = (),
 ) -> Binary:
     """Compile `module.entry` to machine code; touches no GPU and no driver.
 
@@ -105,10 +108,11 @@ def compile_entry(
         arg_types: one per parameter of the kernel.
         extra_options: options of Triton's backend, such as maxnreg or waves_per_eu.
         divisible: positions of the arguments that are known to be multiples of 16 (addresses in bytes).
+        line_map: where each line of the module comes from, for errors.
 
     Raises:
         OptionError: an option that the target's backend does not have.
-        KernelCompileError: Triton or the assembler refused the kernel; names the emitted line.
+        KernelCompileError: Triton or the assembler refused the kernel; names the emitted line and its origin.
     """
     function = _jit_function(module, entry)
     names = list(function.arg_names)
@@ -122,7 +126,7 @@ def compile_entry(
         source = ASTSource(fn=function, signature=signature, constexprs={}, attrs=attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages, **(extra_options or {})}
     gpu_target = GPUTarget(target.backend, target.arch, target.warp_size)
-    with _compiling, _located_errors(module, entry, target), _without_dumps():
+    with _compiling, _located_errors(module, entry, target, line_map), _without_dumps():
         _check_options(gpu_target, options, target.name)
         COMPILATIONS.increment()
         kernel = _compile(source, gpu_target, options)
@@ -189,7 +193,9 @@ def _without_dumps() -> Iterator[None]:
 
 
 @contextmanager
-def _located_errors(module: ModuleType, entry: str, target: TargetFacts) -> Iterator[None]:
+def _located_errors(
+    module: ModuleType, entry: str, target: TargetFacts, line_map: Sequence[LineOrigin]
+) -> Iterator[None]:
     try:
         yield
     except OptionError:
@@ -197,7 +203,9 @@ def _located_errors(module: ModuleType, entry: str, target: TargetFacts) -> Iter
     except Exception as error:
         where, reason = _locate(error, module)
         raise KernelCompileError(
-            f"{entry} does not compile for {target.name}: {reason}", where=where, why=_assembler_log(error)
+            f"{entry} does not compile for {target.name}: {reason}",
+            where=where,
+            why=with_origin(_assembler_log(error), where, line_map),
         ) from error
 
 
