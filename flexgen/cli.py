@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flexgen import __version__
-from flexgen.commands.arguments import add_dump_code, add_problem, add_traceback, file_first
+from flexgen.commands.arguments import add_backward, add_dump_code, add_problem, add_traceback, file_first
 from flexgen.commands.console import WIDTH, Console, wrapped
 from flexgen.commands.file_spec import FileSpec
 from flexgen.errors import FlexgenError, InternalError
@@ -86,6 +86,7 @@ def run_file(path: str, argv: Sequence[str] | None = None) -> int:
     file = Path(path)
     parser = _Parser(prog=f"python {file.name}", description="Check this attention against float64.")
     add_dump_code(parser)
+    add_backward(parser)
     add_problem(parser, dtype="fp32")
     add_traceback(parser)
     try:

@@ -89,6 +89,9 @@ def add_dump_code(parser: argparse.ArgumentParser) -> None:
         const=STDOUT,
         help="print the emitted source; with DIR, write a numbered file for each stage there",
     )
+
+
+def add_backward(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backward", action="store_true", help="lower the backward kernels too: query, key and value require grad"
     )

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexgen.commands.arguments import STDOUT, add_dump_code, add_file, add_problem
+from flexgen.commands.arguments import STDOUT, add_backward, add_dump_code, add_file, add_problem
 from flexgen.commands.console import Console, Span, wrapped
 from flexgen.commands.offline import Built, build_offline, triton_is_installed
 from flexgen.commands.resource_report import instruction_lines, resource_lines
@@ -26,6 +26,7 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     add_dump_code(parser)
+    add_backward(parser)
     add_problem(parser, dtype="bf16")
 
 
