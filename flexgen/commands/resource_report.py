@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexgen.commands.offline import Built
+from flexgen.runtime.machine_code import EXPONENTIAL
 
 
 def resource_lines(built: Built) -> list[tuple[str, str]]:
@@ -40,7 +41,7 @@ def _instruction_text(built: Built) -> str:
 
 def exponentials(built: Built) -> int:
     """Return how many instructions compute 2**x."""
-    return built.resources.count("MUFU.EX2", "v_exp_f32", "v_exp_f32_e32", "v_exp_f32_e64")
+    return built.resources.count(*EXPONENTIAL)
 
 
 def instruction_lines(built: Built) -> list[str]:
