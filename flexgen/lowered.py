@@ -117,11 +117,20 @@ class Lowered:
         if grad is not None and score is not None:
             yield "03_score_grad.ir", print_score_grad(grad, score)
 
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Names of the kernels that `binary` compiles, in the order in which they run."""
+        return ("forward", *(self.backward.passes if self.backward else ()))
+
+    def plan_of(self, entry: str) -> ForwardPlan | DeltaPlan | BackwardPlan:
+        """Return the plan of one of `entries`."""
+        return self._kernel(entry)[1]
+
     def binary(self, entry: str = "forward") -> Binary:
         """Compile a kernel for its target, offline, with the launcher's own specialisation.
 
         Args:
-            entry: a name in `source`, other than those that end in "block_table".
+            entry: one of `entries`.
 
         Raises:
             KernelCompileError: Triton or the assembler refused the kernel.

@@ -16,10 +16,11 @@ import torch
 from flexgen.ir.graph import Axis, Node, topological
 from flexgen.ir.score_grad import ScoreGrad
 from flexgen.lowering.chips import Chip
+from flexgen.lowering.gluon_hopper.plan import GluonPlan
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 
-WalkPlan = ForwardPlan | BackwardPlan
+WalkPlan = ForwardPlan | GluonPlan | BackwardPlan  # of the kernels that walk tiles
 
 
 class Sizes(Protocol):

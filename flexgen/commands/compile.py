@@ -13,7 +13,7 @@ from flexgen.commands.resource_report import instruction_lines, resource_lines
 from flexgen.commands.subject import Subject, choose_target, load_subject
 from flexgen.errors import FlexgenError
 from flexgen.lowered import Lowered
-from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.work import WalkPlan
 
 EXAMPLES = """\
   flexgen compile causal.py                      compile for this machine's GPU, or sm_90
@@ -65,11 +65,15 @@ def _stages(lowered: Lowered, console: Console) -> Iterator[tuple[str, str]]:
     if not triton_is_installed():
         console.note("triton is not installed: there is no machine code to write")
         return
-    built = build_offline(lowered)
-    kind, text = built.assembly
-    yield f"06_{target.name}.{kind}", text
-    report = [f"{label:<20}{value}" for label, value in resource_lines(built)]
-    yield "06_resources.txt", "\n".join([*report, "", *instruction_lines(built), ""])
+    reports = []
+    for entry in lowered.entries:
+        built = build_offline(lowered, entry)
+        kind, text = built.assembly
+        name = target.name if entry == "forward" else f"{entry}.{target.name}"
+        yield f"06_{name}.{kind}", text
+        report = [f"{label:<20}{value}" for label, value in resource_lines(built)]
+        reports.append("\n".join([entry, *report, "", *instruction_lines(built), ""]))
+    yield "06_resources.txt", "\n".join(reports)
 
 
 def _sum_up(subject: Subject, built: Built, console: Console) -> None:
@@ -86,5 +90,5 @@ def _sum_up(subject: Subject, built: Built, console: Console) -> None:
             console.line(Span(f"  {label if number == 0 else '':<18}", "cyan"), line)
 
 
-def tile_text(plan: ForwardPlan) -> str:
+def tile_text(plan: WalkPlan) -> str:
     return f"{plan.BLOCK_M} queries x {plan.BLOCK_N} keys, {plan.num_warps} warps, {plan.num_stages} stages"

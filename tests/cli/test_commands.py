@@ -195,20 +195,6 @@ def test_the_reference_agrees_with_that_of_the_tests() -> None:
     torch.testing.assert_close(evaluate_dense(problem, "eager").output, eager)
 
 
-# resources
-
-
-@needs_triton
-def test_resources_has_a_row_for_each_target(causal: Path, run: Run) -> None:
-    said = run("resources", causal, "--target", "sm_80,gfx942", "--target", "sm_80")
-    assert said.code == 0
-    header, *rows = said.out.splitlines()
-    assert header.split()[:5] == ["target", "tile", "warps", "stages", "regs"]
-    assert [row.split()[0] for row in rows[:2]] == ["sm_80", "gfx942"]
-    assert all(int(row.split()[8]) > 0 for row in rows[:2]), "no matrix instructions"
-    assert max(map(len, said.out.splitlines())) <= 100
-
-
 # cache
 
 
