@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexgen.commands.arguments import STDOUT, add_backward, add_dump_code, add_file, add_problem
+from flexgen.commands.arguments import STDOUT, add_backward, add_dump_code, add_file, add_problem, parse_setting
 from flexgen.commands.console import Console, Span, wrapped
+from flexgen.commands.diff import write_diff
 from flexgen.commands.offline import Built, build_offline, triton_is_installed
 from flexgen.commands.resource_report import instruction_lines, resource_lines
 from flexgen.commands.subject import Subject, choose_target, load_subject
-from flexgen.errors import FlexgenError
+from flexgen.errors import FlexgenError, OptionError
 from flexgen.lowered import Lowered
 from flexgen.work import WalkPlan
 
@@ -19,6 +20,8 @@ EXAMPLES = """\
   flexgen compile causal.py                      compile for this machine's GPU, or sm_90
   flexgen compile causal.py --dump-code          print the kernel
   flexgen compile causal.py --dump-code out      write each stage into out/
+  flexgen compile causal.py --diff USE_SUBTILING=1 num_warps=8
+                                                 what these options change: decisions, then text
   flexgen compile mods.py:softcap,causal --target gfx942 --dtype fp16
   flexgen compile causal.py --set BLOCK_M=64 num_warps=4 --shape 2,32,8,4096,4096,128,128"""
 
@@ -26,19 +29,37 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     add_dump_code(parser)
+    parser.add_argument(
+        "--diff",
+        type=parse_setting,
+        action="extend",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="show what options change, beside what --set sets: the decisions, and the emitted text line by line",
+    )
     add_backward(parser)
     add_problem(parser, dtype="bf16")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.diff and arguments.dump_code is not None:
+        raise OptionError(
+            "--diff and --dump-code exclude each other",
+            why="one prints what changes, the other everything",
+            fix="give one of them; --set with --dump-code prints the text with options set",
+        )
     subject = load_subject(arguments)
-    lowered = subject.lower(choose_target(arguments.target, console), backward=arguments.backward)
+    target = choose_target(arguments.target, console)
+    if arguments.diff:
+        write_diff(subject, target, dict(arguments.diff), arguments.backward, console)
+        return 0
+    lowered = subject.lower(target, backward=arguments.backward)
     match arguments.dump_code:
         case None:
             _sum_up(subject, build_offline(lowered), console)
         case where if where == STDOUT:
             for source in lowered.source.values():
-                console.text(source)
+                console.code(source)
         case directory:
             _write_stages(lowered, Path(directory), console)
     return 0

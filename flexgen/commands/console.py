@@ -16,6 +16,7 @@ WIDTH = 100  # lines are wrapped to this many columns
 try:
     from rich.console import Console as RichConsole
     from rich.progress import track as rich_track
+    from rich.syntax import Syntax as RichSyntax
     from rich.text import Text as RichText
 except ImportError:  # the extra `cli` is not installed: the same text, without colour
     RICH_IS_INSTALLED = False
@@ -50,6 +51,15 @@ class Console:
     def text(self, text: str) -> None:
         """Write text as it is."""
         self._out.write(text)
+
+    def code(self, text: str) -> None:
+        """Write Python as it is, in colours on a terminal."""
+        if self._rich_out is None:
+            self._out.write(text)
+            return
+        # ansi_dark takes the terminal's own sixteen colours, which its user chose to be readable.
+        painted = RichSyntax("", "python", theme="ansi_dark").highlight(text)
+        self._rich_out.print(painted, soft_wrap=True, end="" if text.endswith("\n") else "\n")
 
     def line(self, *spans: Span | str) -> None:
         """Write one line."""

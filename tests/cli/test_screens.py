@@ -15,3 +15,9 @@ def test_predicted_work(causal: Path, run: Run, golden: Golden) -> None:
     said = run("explain", causal, *SHAPE, "--target", "sm_90", "--backward")
     assert said.code == 0, said.err
     golden("screens/predicted_work.txt", said.out[said.out.index("predicted work of forward") :])
+
+
+def test_diff_of_an_option(causal: Path, run: Run, golden: Golden) -> None:
+    said = run("compile", causal, "--target", "sm_80", "--diff", "USE_SUBTILING=1", "PRESCALE_QK=1")
+    assert said.code == 0, said.err
+    golden("screens/diff.txt", said.out)
