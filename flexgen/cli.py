@@ -30,6 +30,7 @@ COMMANDS = {
     "check": "compile, run, and compare with float64",
     "mask": "show what is known about the mask, and the tiles visited",
     "resources": "registers, spills, shared memory, instructions, on any chip",
+    "bench": "time the kernels on this GPU beside flex, cuDNN and eager",
     "options": "list the kernel options",
     "cache": "where emitted sources are kept; list or delete them",
 }

@@ -164,9 +164,16 @@ def _compile(source: ASTSource, gpu_target: GPUTarget, options: dict[str, object
         return triton.compile(source, target=gpu_target, options=options)
     except OSError:  # read-only, full, or not a directory
         # The results are read back into memory before the directory goes.
-        with tempfile.TemporaryDirectory(prefix="flexgen-triton-") as directory, knobs.cache.scope():
-            knobs.cache.dir = directory
+        with without_cache():
             return triton.compile(source, target=gpu_target, options=options)
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """Compile everything anew, as where nothing was compiled before: through an empty cache of Triton's."""
+    with tempfile.TemporaryDirectory(prefix="flexgen-triton-") as directory, knobs.cache.scope():
+        knobs.cache.dir = directory
+        yield
 
 
 def _binary(kernel: Any, target: TargetFacts) -> Binary:
