@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,8 @@ from flexgen.tables import Tables, check_derived, placeholder_lists
 from flexgen.torch_library.call import OperatorForm, autocast, call_operator, needs_operator, operator_form
 from flexgen.torch_library.refuse import refuse
 from flexgen.training import Basis, Training
+from flexgen.tuning.autotune import autotuned_settings, refuse_autotune
+from flexgen.tuning.tune import TuningSubject
 
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
 MAX_PREPARED = 1024  # forms of call kept; the least recently made go first
@@ -89,6 +91,7 @@ class Attention:
         self._tables = Tables(self._forward_options)
         self._training = Training(options.backward(), self._tables)
         self._scales: dict[float, None] = {}
+        self._tuned: dict[Hashable, Attention] = {}
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -137,6 +140,9 @@ class Attention:
                 no probability.
             OptionError: an option cannot be honoured for this problem.
         """
+        if self.options.autotune:
+            tuned = self._tuned_for(query, key, value, block_table)
+            return tuned(query, key, value, scale, return_aux, block_table=block_table, sinks=sinks, validate=validate)
         aux = read_aux_request(return_aux)
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
@@ -152,6 +158,26 @@ class Attention:
         if sinks is not None:
             outputs |= self._with_sinks(outputs, sinks)
         return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+
+    def _tuned_for(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: Any) -> Attention:
+        """Return the attention with the options that are fastest for a call, which are searched the first time."""
+        refuse_autotune(query)
+        tensors = (query, key, value)
+        check_tensors(*tensors, self.options.layout)
+        backward = grad_is_needed(*tensors, self._read(*tensors).buffers)
+        table = table_form(block_table) if block_table is not None else None
+        key_of_call = (query.device, backward, table, *((t.dtype, t.shape, t.stride()) for t in tensors))
+        tuned = self._tuned.get(key_of_call)
+        if tuned is None:
+            with self._lock:
+                tuned = self._tuned.get(key_of_call)
+                if tuned is None:
+                    subject = TuningSubject(self._with_options, tensors, self.options.layout, block_table)
+                    tuned = self._tuned[key_of_call] = self._with_options(autotuned_settings(subject, backward))
+        return tuned
+
+    def _with_options(self, settings: Mapping[str, Any]) -> Attention:
+        return Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
         output, lse = outputs["output"], outputs["logsumexp"]

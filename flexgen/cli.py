@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flexgen import __version__
-from flexgen.commands.arguments import add_backward, add_dump_code, add_problem, add_traceback, file_first
+from flexgen.commands.arguments import add_backward, add_diff, add_dump_code, add_problem, add_traceback, file_first
 from flexgen.commands.console import WIDTH, Console, wrapped
 from flexgen.commands.file_spec import FileSpec
 from flexgen.errors import FlexgenError, InternalError
@@ -31,6 +31,7 @@ COMMANDS = {
     "mask": "show what is known about the mask, and the tiles visited",
     "resources": "registers, spills, shared memory, instructions, on any chip",
     "bench": "time the kernels on this GPU beside flex, cuDNN and eager",
+    "tune": "search the fastest options on this GPU, and keep them",
     "options": "list the kernel options",
     "cache": "where emitted sources are kept; list or delete them",
 }
@@ -87,6 +88,7 @@ def run_file(path: str, argv: Sequence[str] | None = None) -> int:
     file = Path(path)
     parser = _Parser(prog=f"python {file.name}", description="Check this attention against float64.")
     add_dump_code(parser)
+    add_diff(parser)
     add_backward(parser)
     add_problem(parser, dtype="fp32")
     add_traceback(parser)
@@ -100,7 +102,7 @@ def run_file(path: str, argv: Sequence[str] | None = None) -> int:
 
 def _check_or_compile(arguments: argparse.Namespace, console: Console) -> int:
     """Check, after a short report; or compile, for a chip, where only code is wanted."""
-    name = "check" if arguments.dump_code is None else "compile"
+    name = "check" if arguments.dump_code is None and not arguments.diff else "compile"
     arguments.brief = True
     return int(_command(name).run(arguments, console))
 

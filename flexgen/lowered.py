@@ -13,7 +13,8 @@ from flexgen.ir.text import print_mods
 from flexgen.lowering.triton.backward_plan import Accumulation, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.pipeline import BackwardKernels, ForwardKernel, TableKernel, Understood
-from flexgen.runtime.kernel import module_of
+from flexgen.runtime.compile_job import CompileJob
+from flexgen.work import WalkPlan
 
 if TYPE_CHECKING:
     from flexgen.runtime.build import Binary
@@ -122,7 +123,7 @@ class Lowered:
         """Names of the kernels that `binary` compiles, in the order in which they run."""
         return ("forward", *(self.backward.passes if self.backward else ()))
 
-    def plan_of(self, entry: str) -> ForwardPlan | DeltaPlan | BackwardPlan:
+    def plan_of(self, entry: str) -> WalkPlan | DeltaPlan:
         """Return the plan of one of `entries`."""
         return self._kernel(entry)[1]
 
@@ -135,21 +136,12 @@ class Lowered:
         Raises:
             KernelCompileError: Triton or the assembler refused the kernel.
         """
-        from flexgen.runtime.build import compile_entry  # triton is absent on some systems
+        return self.compile_job(entry).run()
 
+    def compile_job(self, entry: str = "forward") -> CompileJob:
+        """Return what `binary` does, as a value that another process may do."""
         source, plan, divisible = self._kernel(entry)
-        options = dict(plan.compile_options)
-        return compile_entry(
-            module_of(source),
-            source.entry,
-            source.args,
-            plan.target,
-            num_warps=options.pop("num_warps"),
-            num_stages=options.pop("num_stages"),
-            extra_options=options,
-            divisible=divisible,
-            line_map=source.line_map,
-        )
+        return CompileJob(source, plan.target, tuple(plan.compile_options.items()), divisible)
 
     def _kernel(self, entry: str) -> tuple[KernelSource, ForwardPlan | DeltaPlan | BackwardPlan, frozenset[int]]:
         if entry == "forward":

@@ -91,6 +91,17 @@ def add_dump_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--diff",
+        type=parse_setting,
+        action="extend",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="show what options change, beside what --set sets: the decisions, and the emitted text line by line",
+    )
+
+
 def add_backward(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backward", action="store_true", help="lower the backward kernels too: query, key and value require grad"

@@ -15,7 +15,7 @@ import torch
 from flexgen import __version__
 from flexgen.commands.arguments import add_file, add_problem
 from flexgen.commands.bench_plot import save_bars
-from flexgen.commands.bench_rows import MOST_APART, BenchRow, bench
+from flexgen.commands.bench_rows import BenchRow, bench
 from flexgen.commands.compile_times import compile_times
 from flexgen.commands.console import Console, Span
 from flexgen.commands.contenders import DIRECTIONS, FLEXGEN
@@ -23,6 +23,7 @@ from flexgen.commands.mask_plot import format_of, require_matplotlib
 from flexgen.commands.subject import Subject, choose_target, load_subject
 from flexgen.errors import FlexgenError, OptionError
 from flexgen.explain_work import duration
+from flexgen.runtime.apart import MOST_APART
 from flexgen.runtime.device_target import target_of
 from flexgen.runtime.timing import DeviceStopwatch
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen.commands.contenders import Direction, Peer, decoding, peers, timed_call
+from flexgen.commands.contenders import Direction, Peer, decoding, peers
 from flexgen.commands.predict import predict
 from flexgen.commands.subject import Subject
+from flexgen.runtime.apart import apart
 from flexgen.runtime.describe import to_bhsd
+from flexgen.runtime.timed_call import timed_call
 from flexgen.runtime.timing import Contender, Stopwatch, Times, interleaved
 from flexgen.work import useful_flops
 
-# Relative to flexgen's own result: two roundings of half precision; more says that something else was computed.
-MOST_APART = {2: 0.02, 4: 0.005, 8: 1e-6}
 SEED = 0
 
 
@@ -95,7 +95,7 @@ def _started(
     """Return the call of a contender, and its result."""
     if peer.attend is None:
         raise NotImplementedError(peer.refusal)
-    call = timed_call(peer.attend, tensors, direction)
+    call = timed_call(peer.attend, tensors, backward=direction == "backward")
     found: Any = call()
     return call, ([found] if isinstance(found, Tensor) else found)
 
@@ -105,9 +105,3 @@ def _first_line(peer: Peer, error: Exception) -> str:
         return peer.refusal
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
-
-
-def apart(found: Sequence[Tensor], own: Sequence[Tensor]) -> float:
-    """Return the greatest relative difference of the results, by Frobenius norms."""
-    pairs = list(zip(found, own, strict=True))
-    return max(float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)) for a, b in pairs)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexgen.commands.arguments import STDOUT, add_backward, add_dump_code, add_file, add_problem, parse_setting
+from flexgen.commands.arguments import STDOUT, add_backward, add_diff, add_dump_code, add_file, add_problem
 from flexgen.commands.console import Console, Span, wrapped
 from flexgen.commands.diff import write_diff
 from flexgen.commands.offline import Built, build_offline, triton_is_installed
@@ -29,14 +29,7 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     add_dump_code(parser)
-    parser.add_argument(
-        "--diff",
-        type=parse_setting,
-        action="extend",
-        nargs="+",
-        metavar="NAME=VALUE",
-        help="show what options change, beside what --set sets: the decisions, and the emitted text line by line",
-    )
+    add_diff(parser)
     add_backward(parser)
     add_problem(parser, dtype="bf16")
 

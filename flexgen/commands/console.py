@@ -8,8 +8,9 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
+T = TypeVar("T")
 Style = Literal["", "bold", "dim", "green", "red", "yellow", "cyan"]
 WIDTH = 100  # lines are wrapped to this many columns
 
@@ -78,6 +79,15 @@ class Console:
             padded = [_padded(cell, widths[column], column < left) for column, cell in enumerate(row)]
             spaced = [part for cell in padded for part in (Span("  "), cell)][1:]
             _write(self._out, self._rich_out, [*spaced[:-1], Span(spaced[-1].text.rstrip(), spaced[-1].style)])
+
+    def progress(self, work: Iterable[T], total: int, description: str) -> Iterable[T]:
+        """Yield what work yields, of which there are `total`, with a progress bar where a person is watching."""
+        if self._rich_err is None:
+            return work
+        return self._progress(work, total, description)
+
+    def _progress(self, work: Iterable[T], total: int, description: str) -> Iterator[T]:
+        yield from rich_track(work, description, total=total, console=self._rich_err, transient=True)
 
     def track(self, work: Sequence[Any], description: str, at_least: int = 2) -> Iterable[Any]:
         """Yield the items of `work`, with a progress bar where a person is watching and they are many enough."""

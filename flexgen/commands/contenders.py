@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,14 +15,12 @@ from flexgen.attention import Attention
 from flexgen.commands.subject import Subject
 from flexgen.ir.graph import Mods, input_node, make
 from flexgen.runtime.describe import to_bhsd
-from flexgen.runtime.timing import Contender
+from flexgen.runtime.timed_call import Attend
 
 Direction = Literal["forward", "backward", "decode"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "decode")
 FLEXGEN, FLEX, CUDNN, EAGER = "flexgen", "flex", "cudnn", "eager"
 MOST_SCORE_BYTES = 8 << 30  # of float32 scores and their gradients, beyond which eager attention is left out
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +130,3 @@ def is_causal(mods: Mods) -> bool:
     q_idx, kv_idx = input_node("q_idx"), input_node("kv_idx")
     forms = (make("ge", q_idx, kv_idx, dtype=torch.bool), make("le", kv_idx, q_idx, dtype=torch.bool))
     return mods.mask is not None and mods.mask.root in forms
-
-
-def timed_call(attend: Attend, tensors: tuple[Tensor, Tensor, Tensor], direction: Direction) -> Contender:
-    """Return the call that is timed: of the backward, gradients of query, key and value of an output made before."""
-    if direction != "backward":
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return attend(*tensors)
-
-        return forward
-    inputs = tuple(tensor.detach().requires_grad_() for tensor in tensors)
-    output = attend(*inputs)
-    grad_output = torch.ones_like(output)
-    return lambda: torch.autograd.grad(output, inputs, grad_output, retain_graph=True)

@@ -48,7 +48,7 @@ class Subject:
     def having(self, settings: Mapping[str, Any]) -> Subject:
         """Return the same with options set, over those it has."""
         own = self.attention
-        attention = Attention(own.score_mod, own.mask_mod, _over(own.options, settings))
+        attention = Attention(own.score_mod, own.mask_mod, own.options.over(settings))
         return dataclasses.replace(self, attention=attention)
 
     def lower(self, target: str, aux: AuxRequest | None = None, *, backward: bool = False) -> Lowered:
@@ -73,14 +73,7 @@ def load_subject(arguments: argparse.Namespace) -> Subject:
 
 def _options(user: UserFile, settings: Mapping[str, Any]) -> Options:
     """Return the file's options with those of the command line over them."""
-    return Options.of(dict(settings)) if user.attention is None else _over(user.attention.options, settings)
-
-
-def _over(own: Options, settings: Mapping[str, Any]) -> Options:
-    given = Options.of(dict(settings))
-    groups = ("kernel", "fwd", "bwd")
-    merged = {name: dataclasses.replace(getattr(own, name), **getattr(given, name).given()) for name in groups}
-    return Options(**merged, layout=given.layout if "layout" in settings else own.layout)
+    return Options.of(dict(settings)) if user.attention is None else user.attention.options.over(settings)
 
 
 def _shape_of(user: UserFile) -> Shape | None:

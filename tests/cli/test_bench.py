@@ -14,11 +14,12 @@ import flexgen
 from flexgen.commands.arguments import Shape
 from flexgen.commands.bench import row_json, write_rows
 from flexgen.commands.bench_plot import save_bars
-from flexgen.commands.bench_rows import BenchRow, apart, bench
+from flexgen.commands.bench_rows import BenchRow, bench
 from flexgen.commands.console import Console
 from flexgen.commands.contenders import CUDNN, EAGER, FLEX, FLEXGEN, Peer, decoding, is_causal, peers
 from flexgen.commands.reference import DenseProblem, evaluate_dense
 from flexgen.commands.subject import Subject
+from flexgen.runtime.apart import apart
 from flexgen.runtime.timing import Times, interleaved
 from tests.cli.conftest import Run
 

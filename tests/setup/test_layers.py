@@ -36,6 +36,7 @@ LAYERS = (
         "sinks",
         "tables",
         "training",
+        "tuning",
         "work",
     },
     {"integrations"},
