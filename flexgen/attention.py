@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -50,6 +51,7 @@ from flexgen.training import Basis, Training
 from flexgen.tuning.autotune import autotuned_settings, refuse_autotune
 from flexgen.tuning.tune import TuningSubject
 
+_log = logging.getLogger("flexgen")
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
 MAX_PREPARED = 1024  # forms of call kept; the least recently made go first
 
@@ -515,6 +517,7 @@ class Attention:
         if found is None or found.captured is not reading.captured:
             with self._lock:
                 found = self._understood[key] = understand(reading.captured)
+                _log.debug("analysed the mask: %s", found.facts.tier.value)
         return found
 
     def _compile(self, call: _Call, target: Target) -> ForwardKernel:
@@ -531,6 +534,12 @@ class Attention:
             kernel = self._kernels.get(key)
             if kernel is None or kernel.owner is not captured:
                 forward = self._compile(call, target)
+                plan, source = forward.plan, forward.source
+                _log.info(
+                    "forward for %s, query %s: tile %s x %s, emitted as %s",
+                    *(target.name, tuple(call.launch.tensors["query"].shape)),
+                    *(plan.BLOCK_M, plan.BLOCK_N, source.key),
+                )
                 kernel = self._kernels[key] = Kernel(forward.source, forward.plan, captured)
         return kernel
 

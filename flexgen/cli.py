@@ -18,6 +18,7 @@ from flexgen import __version__
 from flexgen.commands.arguments import add_backward, add_diff, add_dump_code, add_problem, add_traceback, file_first
 from flexgen.commands.console import WIDTH, Console, wrapped
 from flexgen.commands.file_spec import FileSpec
+from flexgen.commands.log import logging_as_asked
 from flexgen.errors import FlexgenError, InternalError
 
 OK, FAILED, REFUSED, BUG, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
@@ -50,8 +51,9 @@ examples:
   flexgen check mods.py:softcap,sliding_window       is it right?
   flexgen resources causal.py --target all           what does it cost?
 
-`flexgen COMMAND --help` says more. Exit codes: 0 success, 1 a check failed, 2 an error in what was
-asked for, 3 a bug of flexgen, 130 interrupted."""
+`flexgen COMMAND --help` says more. FLEXGEN_LOG=info, or debug, shows what happens meanwhile.
+Exit codes: 0 success, 1 a check failed, 2 an error in what was asked for, 3 a bug of flexgen,
+130 interrupted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -198,7 +200,7 @@ def _guarded(run: Callable[[argparse.Namespace, Console], int], arguments: argpa
     """
     console = Console()
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with logging_as_asked(), contextlib.redirect_stdout(sys.stderr):
             code = run(arguments, console)
         console.flush()
     except BrokenPipeError:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import linecache
+import logging
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ from flexgen.runtime.arguments import TypedArg
 from flexgen.runtime.environment import read_environment
 from flexgen.runtime.gluon_source import gluon_source
 from flexgen.runtime.line_origin import with_origin
+
+_log = logging.getLogger("flexgen.build")
 
 
 class TargetFacts(Protocol):
@@ -129,7 +133,9 @@ def compile_entry(
     with _compiling, _located_errors(module, entry, target, line_map), _without_dumps():
         _check_options(gpu_target, options, target.name)
         COMPILATIONS.increment()
+        start = time.perf_counter()
         kernel = _compile(source, gpu_target, options)
+        _log.info("compiled %s for %s in %.2f s, %s", entry, target.name, time.perf_counter() - start, options)
     return _binary(kernel, target)
 
 
