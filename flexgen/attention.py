@@ -142,13 +142,22 @@ class Attention:
                 no probability.
             OptionError: an option cannot be honoured for this problem.
         """
-        if self.options.autotune:
-            tuned = self._tuned_for(query, key, value, block_table)
-            return tuned(query, key, value, scale, return_aux, block_table=block_table, sinks=sinks, validate=validate)
         aux = read_aux_request(return_aux)
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
+        if self.options.autotune:  # measured without dropout, which changes no tile's shape
+            tuned = self._tuned_for(*tensors, block_table)
+            return tuned(
+                *tensors,
+                scale,
+                return_aux,
+                block_table=block_table,
+                sinks=sinks,
+                dropout_p=dropout_p,
+                generator=generator,
+                validate=validate,
+            )
         dropout = read_dropout(dropout_p, generator, query)
         extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, validate, dropout)
         if needs_operator(query):
@@ -179,7 +188,10 @@ class Attention:
         return tuned
 
     def _with_options(self, settings: Mapping[str, Any]) -> Attention:
-        return Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
+        """Return an attention of the same captured mods, so that block tables made for one serve the other."""
+        made = Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
+        made._mods, made._understood = self._mods, self._understood
+        return made
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
         output, lse = outputs["output"], outputs["logsumexp"]

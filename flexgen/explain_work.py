@@ -19,7 +19,7 @@ def explain_work(work: Work, sizes: Sizes) -> str:
 
 def _count_rows(work: Work, sizes: Sizes) -> list[tuple[str, str]]:
     visited, pairs = work.visited, sizes.B * sizes.Hq * sizes.Lq * sizes.Lk
-    estimated = ", estimated from some of the heads" if visited.estimated else ""
+    estimated = ", estimated from a part of them" if visited.estimated else ""
     walked, owners = _WALKED.get(work.kernel, ("query and grad_output", "keys"))
     moved = ", ".join(f"{name} {quantity(number, 'B')}" for name, number in work.memory_bytes.items())
     return [

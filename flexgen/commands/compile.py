@@ -14,6 +14,7 @@ from flexgen.commands.resource_report import instruction_lines, resource_lines
 from flexgen.commands.subject import Subject, choose_target, load_subject
 from flexgen.errors import FlexgenError, OptionError
 from flexgen.lowered import Lowered
+from flexgen.lowering.triton.backward_plan import DeltaPlan
 from flexgen.work import WalkPlan
 
 EXAMPLES = """\
@@ -49,7 +50,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     lowered = subject.lower(target, backward=arguments.backward)
     match arguments.dump_code:
         case None:
-            _sum_up(subject, build_offline(lowered), console)
+            console.line(Span(f"{subject.name} for {lowered.plan.target.name}", "bold"))
+            for entry in lowered.entries:
+                _sum_up(subject, build_offline(lowered, entry), console)
         case where if where == STDOUT:
             for source in lowered.source.values():
                 console.code(source)
@@ -91,15 +94,14 @@ def _stages(lowered: Lowered, console: Console) -> Iterator[tuple[str, str]]:
 
 
 def _sum_up(subject: Subject, built: Built, console: Console) -> None:
-    plan = built.lowered.plan
-    console.line(Span(f"{subject.name} for {plan.target.name}", "bold"))
-    rows = [
-        ("shape", f"{subject.shape} {str(subject.dtype).removeprefix('torch.')}"),
-        ("tile", tile_text(plan)),
-        ("keys", f"{plan.schedule.walk.value}: {plan.schedule.because}"),
-        *resource_lines(built),
-    ]
-    for label, value in rows:
+    plan = built.plan
+    rows = [("kernel", built.entry), ("shape", f"{subject.shape} {str(subject.dtype).removeprefix('torch.')}")]
+    if not isinstance(plan, DeltaPlan):
+        rows += [
+            ("tile", tile_text(plan)),
+            ("walks", f"{plan.schedule.walk.value}: {plan.schedule.because}"),
+        ]
+    for label, value in [*rows, *resource_lines(built)]:
         for number, line in enumerate(wrapped(value, 80)):
             console.line(Span(f"  {label if number == 0 else '':<18}", "cyan"), line)
 

@@ -92,8 +92,8 @@ def map_tiles(
         InternalError: the schedule contradicts the mask.
     """
     rows = max(plan.BLOCK_M // packed_heads(plan), 1)
-    visits = _visits(mask, plan, rule, rows)
-    sizes = _lengths(mask.shape.Lq, rows)[:, None] * _lengths(mask.shape.Lk, plan.BLOCK_N)[None, :]
+    visits = visit_tiles(mask, plan, rule, rows)
+    sizes = lengths(mask.shape.Lq, rows)[:, None] * lengths(mask.shape.Lk, plan.BLOCK_N)[None, :]
     proven = mask.shape.Lq * mask.shape.Lk > every_pair
     pairs = _pairs_of_checked(mask, visits, sizes, rows, plan.BLOCK_N) if proven else None
     tiles = TileMap(
@@ -112,7 +112,7 @@ def count_pairs(mask: MaskSubject, rows: int, columns: int) -> Tensor:
     """Return int64 [query groups, key groups]: the live pairs of each group of rows x columns."""
     grid = MaskGrid(1, 1, mask.shape.Lq, mask.shape.Lk, rows, columns)
     if mask.mod is None:
-        return _lengths(mask.shape.Lq, rows)[:, None] * _lengths(mask.shape.Lk, columns)[None, :]
+        return lengths(mask.shape.Lq, rows)[:, None] * lengths(mask.shape.Lk, columns)[None, :]
     return count_live_entries(_at_place(mask.mod, mask), grid, torch.device("cpu"))[0, 0]
 
 
@@ -120,12 +120,13 @@ def _at_place(mod: Mod, mask: MaskSubject) -> Mod:
     return lambda b, h, q_idx, kv_idx: mod(b + mask.place.b, h + mask.place.h, q_idx, kv_idx)
 
 
-def _lengths(length: int, tile: int) -> Tensor:
+def lengths(length: int, tile: int) -> Tensor:
     """Return how much of each tile lies inside of the axis."""
     return (length - torch.arange(0, length, tile)).clamp(max=tile)
 
 
-def _visits(mask: MaskSubject, plan: ForwardPlan | BackwardPlan, rule: BlockRule | None, rows: int) -> Tensor:
+def visit_tiles(mask: MaskSubject, plan: ForwardPlan | BackwardPlan, rule: BlockRule | None, rows: int) -> Tensor:
+    """Return int8 [query tiles, key tiles], values of Visit, of tiles of `rows` queries."""
     if plan.schedule.walk is Walk.DERIVED and rule is not None:
         visited, unmasked = _of_table(mask, plan, rule, rows)
     else:

@@ -106,8 +106,17 @@ class KernelBench:
         return replace(cost, issued=1000 * cost.loop * plan.num_warps / (rows * plan.BLOCK_N))
 
     def measure(self, candidates: Sequence[Settings], *, quick: bool) -> list[Times | str]:
-        """Run each candidate, compare what it computes with flexgen's own choice, and time those that agree."""
+        """Run each candidate, compare what it computes with flexgen's own choice, and time those that agree.
+
+        Quickly means one after the other, so that only one keeps tensors for its backward.
+        """
         assert self._stopwatch is not None, "a search that measures has a stopwatch"
+        if quick:
+            return [self._timed([settings], QUICK_ROUNDS, QUICK_MS)[0] for settings in candidates]
+        return self._timed(candidates, ROUNDS, ROUND_MS)
+
+    def _timed(self, candidates: Sequence[Settings], rounds: int, milliseconds: float) -> list[Times | str]:
+        assert self._stopwatch is not None
         calls: dict[str, Contender] = {}
         failures: dict[str, str] = {}
         for number, settings in enumerate(candidates):
@@ -115,7 +124,6 @@ class KernelBench:
                 calls[str(number)] = self._checked(settings)
             except (FlexgenError, RuntimeError) as error:
                 failures[str(number)] = error.what if isinstance(error, FlexgenError) else str(error).splitlines()[0]
-        rounds, milliseconds = (QUICK_ROUNDS, QUICK_MS) if quick else (ROUNDS, ROUND_MS)
         times = interleaved(calls, rounds, self._stopwatch, milliseconds) if calls else {}
         return [times.get(str(number)) or failures[str(number)] for number in range(len(candidates))]
 

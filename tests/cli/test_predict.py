@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flexgen
+from flexgen.commands import predict as counting
 from flexgen.commands.arguments import Shape
 from flexgen.commands.predict import predict
 from flexgen.commands.subject import Subject
@@ -110,7 +111,26 @@ def test_heads_beyond_some_are_estimated_and_that_is_told():
     work = works(shape, head_window)["forward"]
     exact = live_pairs(head_window, shape)
     assert work.visited.estimated and abs(work.visited.live - exact) < 0.1 * exact
-    assert "estimated from some of the heads" in explain_work(work, shape)
+    assert "estimated from a part of them" in explain_work(work, shape)
+
+
+def test_many_tiles_that_the_mask_cuts_are_sampled_and_that_is_told(monkeypatch: pytest.MonkeyPatch):
+    def scattered(b, h, q_idx, kv_idx):
+        return (q_idx * 7 + kv_idx * 13) % 5 < 2
+
+    shape = Shape(1, 1, 1, 512, 512, 16, 16)
+    assert not works(shape, scattered)["forward"].visited.estimated
+    monkeypatch.setattr(counting, "MOST_PAIRS", 1 << 14)
+    visited = works(shape, scattered)["forward"].visited
+    assert visited.estimated and abs(visited.live - live_pairs(scattered, shape)) < 0.02 * visited.live
+
+
+def test_reads_outside_of_a_captured_tensor_are_0_as_in_the_kernel():
+    def nonzero(b, h, q_idx, kv_idx):
+        return (document[kv_idx] == 0) & (q_idx >= 0)
+
+    work = works(Shape(1, 1, 1, 16, 400, 16, 16), nonzero)["forward"]
+    assert work.visited.live == 16 * (int((document == 0).sum()) + 100)
 
 
 def test_bounds_are_amounts_by_rates_of_the_working_multiprocessors():
