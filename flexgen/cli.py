@@ -27,7 +27,7 @@ OK, FAILED, REFUSED, BUG, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 # the command is used, so that `flexgen --help`, options and cache wait for no torch.
 COMMANDS = {
     "compile": "compile a file; --dump-code prints or writes the kernel",
-    "explain": "say what was proven, and why each decision was made",
+    "explain": "say what was proven, why each decision was made, what bounds the time",
     "check": "compile, run, and compare with float64",
     "mask": "show what is known about the mask, and the tiles visited",
     "resources": "registers, spills, shared memory, instructions, on any chip",

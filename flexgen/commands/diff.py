@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from flexgen.commands.console import Console, Span, Style, wrapped
 from flexgen.commands.subject import Subject
-from flexgen.commands.sweep import Settings, settings_text
+from flexgen.commands.sweep import settings_text
 from flexgen.explain import value_text
 from flexgen.lowered import Lowered
 from flexgen.lowering.decision import Decision
 from flexgen.lowering.triton.backward_plan import DeltaPlan
+from flexgen.tuning.settings import Settings
 
 _STYLES: dict[str, Style] = {"+": "green", "-": "red", "@": "cyan"}
 

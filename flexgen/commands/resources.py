@@ -13,9 +13,10 @@ from flexgen.commands.offline import Built, build_offline
 from flexgen.commands.resource_table import Row, write_tables
 from flexgen.commands.spills import spills, steps, write_spills, write_steps
 from flexgen.commands.subject import Subject, choose_target, load_subject
-from flexgen.commands.sweep import Settings, parse_sweep, settings_of, settings_text
+from flexgen.commands.sweep import parse_sweep, settings_of, settings_text
 from flexgen.errors import FlexgenError
 from flexgen.lowering.targets import TARGETS, target_named
+from flexgen.tuning.settings import Settings
 
 EXAMPLES = """\
   flexgen resources causal.py --target sm_80 --target sm_90

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from flexgen.commands.console import Console, Span, wrapped
 from flexgen.commands.offline import Built
 from flexgen.commands.resource_report import tile_sizes
-from flexgen.commands.sweep import Settings, settings_text
+from flexgen.commands.sweep import settings_text
 from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.backward_tiles import TILE_OPTIONS
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.machine_code import LOCAL
+from flexgen.tuning.settings import Settings
 from flexgen.work import WalkPlan
 
 LINES_SHOWN = 5

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from flexgen.commands.arguments import parse_setting
 from flexgen.errors import OptionError
+from flexgen.tuning.settings import Settings
 
-Settings = Mapping[str, object]
 DEFAULT = "default"  # as a value: flexgen decides
 MOST = 64
 

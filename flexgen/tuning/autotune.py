@@ -7,7 +7,7 @@ import torch
 from flexgen.errors import OptionError
 from flexgen.torch_library.call import needs_operator
 from flexgen.torch_library.refuse import refuse
-from flexgen.tuning.space import Settings
+from flexgen.tuning.settings import Settings
 from flexgen.tuning.tune import TuningSubject, tune, tuned_store
 
 

@@ -21,7 +21,8 @@ from flexgen.runtime.timing import Contender, Stopwatch, Times, interleaved
 from flexgen.tuning.compile_pool import CompilePool
 from flexgen.tuning.cost import CompiledCost
 from flexgen.tuning.search import Pruned
-from flexgen.tuning.space import Settings, TunedDirection, entries_of, why_pruned
+from flexgen.tuning.settings import Settings
+from flexgen.tuning.space import TunedDirection, entries_of, why_pruned
 
 QUICK_ROUNDS, QUICK_MS = 1, 8.0
 ROUNDS, ROUND_MS = 5, 30.0

@@ -8,7 +8,8 @@ from typing import Literal, Protocol, TypeVar
 
 from flexgen.runtime.timing import Times
 from flexgen.tuning.cost import CompiledCost
-from flexgen.tuning.space import Group, Settings
+from flexgen.tuning.settings import Settings
+from flexgen.tuning.space import Group
 
 KEPT = 6  # candidates of a group that are measured a second time
 WORTH = 0.99  # a setting must take at most this much of the best time so far: less is noise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +12,8 @@ from flexgen.lowering.gluon_hopper.plan import GluonPlan
 from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan
 from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.tuning.settings import Settings
 
-Settings = Mapping[str, object]
 TunedDirection = Literal["forward", "backward"]
 
 _ROWS, _KEYS, _WARPS = (16, 32, 64, 128), (32, 64, 128), (4, 8)

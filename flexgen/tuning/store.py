@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexgen.tuning.space import Settings
+from flexgen.tuning.settings import Settings
+
+FOLDER = "tuned"  # in the directory of emitted sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,17 @@ class TunedStore:
                 json.dump(found, file, indent=1)
             os.replace(name, self._path(key))
         return tuned
+
+    def clear(self) -> int:
+        """Delete everything stored, and return how many problems that were."""
+        files = self.files()
+        for path in files:
+            path.unlink(missing_ok=True)
+        return len(files)
+
+    def files(self) -> list[Path]:
+        """Return the file of each problem."""
+        return sorted(self._directory.glob("*.json"))
 
     def _path(self, key: str) -> Path:
         return self._directory / f"{key}.json"

@@ -20,8 +20,9 @@ from flexgen.runtime.timing import DeviceStopwatch, Stopwatch
 from flexgen.tuning.compile_pool import CompilePool, usual_workers
 from flexgen.tuning.kernel_bench import KernelBench
 from flexgen.tuning.search import Pruned, Track, Trial, explore, search, untracked
-from flexgen.tuning.space import Settings, TunedDirection, entries_of, groups
-from flexgen.tuning.store import Tuned, TunedStore, tuned_key
+from flexgen.tuning.settings import Settings
+from flexgen.tuning.space import TunedDirection, entries_of, groups
+from flexgen.tuning.store import FOLDER, Tuned, TunedStore, tuned_key
 
 _log = logging.getLogger("flexgen.tuning")
 
@@ -62,7 +63,7 @@ class Outcome:
 
 def tuned_store() -> TunedStore:
     """Return the store beside the cache of emitted sources."""
-    return TunedStore(source_cache().directory / "tuned")
+    return TunedStore(source_cache().directory / FOLDER)
 
 
 def tune(

@@ -14,6 +14,7 @@ from flexgen.commands import check, reference
 from flexgen.commands.dropout_pattern import kept_pairs
 from flexgen.commands.reference import DenseProblem, evaluate_dense
 from flexgen.runtime.cache import SourceCache
+from flexgen.tuning.store import FOLDER, TunedStore
 from tests.cli.conftest import Run
 from tests.reference import dense_attention, eager_attention
 
@@ -209,5 +210,8 @@ def test_cache_lists_and_clears(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     SourceCache(tmp_path / "cache").get("0123456789abcdef", lambda: docstring)
     said = run("cache", "list")
     assert said.code == 0 and "forward, for sm_90, mask_mod causal" in said.out and "1 source," in said.err
-    assert run("cache", "clear").out.startswith("deleted 1 source ")
+    TunedStore(tmp_path / "cache" / FOLDER).put("a" * 32, {"fwd_BLOCK_N": 64}, 1.0, 2.0)
+    assert run("cache", "list").err.endswith(", and what was tuned for 1 problem\n")
+    cleared = run("cache", "clear").out
+    assert cleared.startswith("deleted 1 source ") and cleared.endswith(", and what was tuned for 1 problem\n")
     assert run("cache", "list").out == ""

@@ -9,7 +9,8 @@ import pytest
 from flexgen.runtime.timing import Times
 from flexgen.tuning.cost import CompiledCost
 from flexgen.tuning.search import KEPT, Pruned, explore, search
-from flexgen.tuning.space import Group, Settings
+from flexgen.tuning.settings import Settings
+from flexgen.tuning.space import Group
 
 COST = CompiledCost(64, 0, 0, 100, 1024, 2, "registers")
 
