@@ -146,7 +146,7 @@ class Attention:
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
-        if self.options.autotune:  # measured without dropout, which changes no tile's shape
+        if self.options.autotune:  # measured without dropout
             tuned = self._tuned_for(*tensors, block_table)
             return tuned(
                 *tensors,

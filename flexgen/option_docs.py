@@ -148,7 +148,7 @@ AUTOTUNE = OptionDoc(
     _FLAG,
     "False",
     "The first call of each problem on a GPU searches which options are fastest there, as `flexgen tune` does, and "
-    "keeps them for later ones. Takes minutes once; not inside torch.compile.",
+    "keeps them for later ones. Takes minutes once; not inside torch.compile; measured without dropout.",
     True,
 )
 WHOLE_DOCS: Mapping[str, OptionDoc] = MappingProxyType({"layout": LAYOUT, "autotune": AUTOTUNE})

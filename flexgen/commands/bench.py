@@ -36,7 +36,7 @@ EXAMPLES = """\
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
-    add_problem(parser, dtype="bf16", target=False)
+    add_problem(parser, dtype="bf16", target=False, dropout=False)
     parser.add_argument(
         "--only",
         choices=DIRECTIONS,

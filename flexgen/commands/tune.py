@@ -34,7 +34,7 @@ SHOWN = 12  # rows of what was measured; --all shows every candidate
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
-    add_problem(parser, dtype="bf16")
+    add_problem(parser, dtype="bf16", dropout=False)
     parser.add_argument("--backward", action="store_true", help="tune the backward kernels too")
     parser.add_argument("--compile-only", action="store_true", help="compile the candidates, and list what they take")
     parser.add_argument("--again", action="store_true", help="search also where a result is stored")
