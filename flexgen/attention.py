@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +61,10 @@ from flexgen.torch_library.call import (
 from flexgen.torch_library.refuse import refuse
 from flexgen.torch_library.spec import AT_ZERO, Starts
 from flexgen.training import Basis, Training
+from flexgen.tuning.autotune import autotuned_settings, refuse_autotune
+from flexgen.tuning.tune import TuningSubject
 
+_log = logging.getLogger("flexgen")
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
 MAX_PREPARED = 1024  # forms of call kept; the least recently made go first
 
@@ -103,6 +107,7 @@ class Attention:
         self._tables = Tables(self._forward_options)
         self._training = Training(options.backward(), self._tables)
         self._scales: dict[float, None] = {}
+        self._tuned: dict[Hashable, Attention] = {}
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -183,6 +188,19 @@ class Attention:
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
+        if self.options.autotune:  # measured without dropout
+            given = dict(packing.named if packing is not None else {}, block_table=block_table)
+            result = self._tuned_for(*tensors, given)(
+                *tensors,
+                scale,
+                return_aux,
+                sinks=sinks,
+                dropout_p=dropout_p,
+                generator=generator,
+                validate=validate,
+                **given,
+            )
+            return result if jagged is None else jagged.nested(result)
         dropout = read_dropout(dropout_p, generator, query)
         aux_needed = aux if sinks is None else replace(aux, lse=True)
         extras = Extras(scale, aux_needed, block_table, packing, validate, dropout)
@@ -194,6 +212,33 @@ class Attention:
             outputs |= self._with_sinks(outputs, sinks)
         result = outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
         return result if jagged is None else jagged.nested(result)
+
+    def _tuned_for(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Mapping[str, Any]
+    ) -> Attention:
+        """Return the attention with the options that are fastest for a call, which are searched the first time."""
+        tensors = (query, key, value)
+        refuse_autotune(*tensors)
+        check_tensors(*tensors, self.options.layout)
+        backward = grad_is_needed(*tensors, self._read(*tensors).buffers)
+        forms = [
+            table_form(it) if name == "block_table" else tensor_form(it) for name, it in given.items() if it is not None
+        ]
+        key_of_call = (query.device, backward, *forms, *((t.dtype, t.shape, t.stride()) for t in tensors))
+        tuned = self._tuned.get(key_of_call)
+        if tuned is None:
+            with self._lock:
+                tuned = self._tuned.get(key_of_call)
+                if tuned is None:
+                    subject = TuningSubject(self._with_options, tensors, self.options.layout, given)
+                    tuned = self._tuned[key_of_call] = self._with_options(autotuned_settings(subject, backward))
+        return tuned
+
+    def _with_options(self, settings: Mapping[str, Any]) -> Attention:
+        """Return an attention of the same captured mods, so that block tables made for one serve the other."""
+        made = Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
+        made._mods, made._understood = self._mods, self._understood
+        return made
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
         output, lse = outputs["output"], outputs["logsumexp"]
@@ -545,6 +590,7 @@ class Attention:
         if found is None or found.captured is not reading.captured:
             with self._lock:
                 found = self._understood[key] = understand(reading.captured)
+                _log.debug("analysed the mask: %s", found.facts.tier.value)
         return found
 
     def _compile(self, call: _Call, target: Target) -> ForwardKernel:
@@ -561,6 +607,12 @@ class Attention:
             kernel = self._kernels.get(key)
             if kernel is None or kernel.owner is not captured:
                 forward = self._compile(call, target)
+                plan, source = forward.plan, forward.source
+                _log.info(
+                    "forward for %s, query %s: tile %s x %s, emitted as %s",
+                    *(target.name, tuple(call.launch.tensors["query"].shape)),
+                    *(plan.BLOCK_M, plan.BLOCK_N, source.key),
+                )
                 kernel = self._kernels[key] = Kernel(forward.source, forward.plan, captured)
         return kernel
 

@@ -52,7 +52,7 @@ def _schedule(plan: ForwardPlan | BackwardPlan) -> str:
 
 
 def _decision(decision: Decision) -> list[str]:
-    head = f"  {decision.name:<22} = {_value(decision.value)}"
+    head = f"  {decision.name:<22} = {value_text(decision.value)}"
     word = f"{head:<{_BECAUSE}} because: "
     because = textwrap.wrap(decision.because, _WIDTH - len(word), break_long_words=False)
     lines = [word + (because[0] if because else "")]
@@ -61,7 +61,8 @@ def _decision(decision: Decision) -> list[str]:
     return lines
 
 
-def _value(value: object) -> str:
+def value_text(value: object) -> str:
+    """Return a decision's value as reports show it."""
     if value is None:
         return "-"
     packed = getattr(value, "packed_heads", None)

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flexgen.codegen.source import KernelSource
+from flexgen.codegen.source import KernelSource, line_map_text
 from flexgen.explain import explain, explain_backward
 from flexgen.ir.grad_text import print_score_grad
 from flexgen.ir.text import print_mods
 from flexgen.lowering.triton.backward_plan import Accumulation, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.pipeline import BackwardKernels, ForwardKernel, TableKernel, Understood
-from flexgen.runtime.kernel import module_of
+from flexgen.runtime.compile_job import CompileJob
+from flexgen.work import WalkPlan
 
 if TYPE_CHECKING:
     from flexgen.runtime.build import Binary
@@ -39,11 +40,11 @@ class LoweredBackward:
         return {"backward_delta": self.kernels.delta} | {_pass_name(p): (s, p) for s, p in self.kernels.passes}
 
     @property
-    def source(self) -> dict[str, str]:
-        """Emitted text by name: of each kernel, and of those that derive its block table."""
+    def sources(self) -> dict[str, KernelSource]:
+        """Emitted modules by name: of each kernel, and of those that derive its block table."""
         names = [_pass_name(plan) for _, plan in self.kernels.passes]
-        derived = {f"{name}_block_table": t.source.text for name, t in zip(names, self.tables, strict=True) if t}
-        return derived | {name: source.text for name, (source, _) in self.passes.items()}
+        derived = {f"{name}_block_table": t.source.fill for name, t in zip(names, self.tables, strict=True) if t}
+        return derived | {name: source for name, (source, _) in self.passes.items()}
 
 
 def _pass_name(plan: BackwardPlan) -> str:
@@ -74,9 +75,14 @@ class Lowered:
 
         The kernels that derive a backward kernel's table go by its name with "_block_table".
         """
-        sources = {self.forward.source.entry: self.forward.source.text}
-        sources |= {"block_table": self.table.source.text} if self.table else {}
-        return sources | (self.backward.source if self.backward else {})
+        return {name: source.text for name, source in self.sources.items()}
+
+    @property
+    def sources(self) -> dict[str, KernelSource]:
+        """The same by the same names, with the kernels' arguments and the origin of each line."""
+        sources = {self.forward.source.entry: self.forward.source}
+        sources |= {"block_table": self.table.source.fill} if self.table else {}
+        return sources | (self.backward.sources if self.backward else {})
 
     @property
     def plan(self) -> ForwardPlan:
@@ -103,6 +109,7 @@ class Lowered:
             ("03_facts.txt", self.understood.facts.describe() + "\n"),
             ("04_plan.txt", self.explain()),
             *((f"05_{entry}.py", text) for entry, text in self.source.items()),
+            *((f"05_{entry}.lines.json", line_map_text(source)) for entry, source in self.sources.items()),
         ]
 
     def _score_grad(self) -> Iterator[tuple[str, str]]:
@@ -111,29 +118,30 @@ class Lowered:
         if grad is not None and score is not None:
             yield "03_score_grad.ir", print_score_grad(grad, score)
 
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Names of the kernels that `binary` compiles, in the order in which they run."""
+        return ("forward", *(self.backward.passes if self.backward else ()))
+
+    def plan_of(self, entry: str) -> WalkPlan | DeltaPlan:
+        """Return the plan of one of `entries`."""
+        return self._kernel(entry)[1]
+
     def binary(self, entry: str = "forward") -> Binary:
         """Compile a kernel for its target, offline, with the launcher's own specialisation.
 
         Args:
-            entry: a name in `source`, other than those that end in "block_table".
+            entry: one of `entries`.
 
         Raises:
             KernelCompileError: Triton or the assembler refused the kernel.
         """
-        from flexgen.runtime.build import compile_entry  # triton is absent on some systems
+        return self.compile_job(entry).run()
 
+    def compile_job(self, entry: str = "forward") -> CompileJob:
+        """Return what `binary` does, as a value that another process may do."""
         source, plan, divisible = self._kernel(entry)
-        options = dict(plan.compile_options)
-        return compile_entry(
-            module_of(source),
-            source.entry,
-            source.args,
-            plan.target,
-            num_warps=options.pop("num_warps"),
-            num_stages=options.pop("num_stages"),
-            extra_options=options,
-            divisible=divisible,
-        )
+        return CompileJob(source, plan.target, tuple(plan.compile_options.items()), divisible)
 
     def _kernel(self, entry: str) -> tuple[KernelSource, ForwardPlan | DeltaPlan | BackwardPlan, frozenset[int]]:
         if entry == "forward":

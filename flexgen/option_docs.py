@@ -144,9 +144,19 @@ LAYOUT = OptionDoc(
     "bshd",
 )
 
+AUTOTUNE = OptionDoc(
+    _FLAG,
+    "False",
+    "The first call of each problem on a GPU searches which options are fastest there, as `flexgen tune` does, and "
+    "keeps them for later ones. Takes minutes once; not inside torch.compile; measured without dropout.",
+    True,
+)
+WHOLE_DOCS: Mapping[str, OptionDoc] = MappingProxyType({"layout": LAYOUT, "autotune": AUTOTUNE})
+
 PREFIX_NOTE = (
-    "Each name but `layout` also exists with the prefix `fwd_` and `bwd_`, for the forward or the backward kernels "
-    "alone; a prefixed option wins. An unknown name, or a choice that cannot be honoured, is an error that says why."
+    "Each name but `layout` and `autotune` also exists with the prefix `fwd_` and `bwd_`, for the forward or the "
+    "backward kernels alone; a prefixed option wins. An unknown name, or a choice that cannot be honoured, is an error "
+    "that says why."
 )
 
 # The template variables of a kernel that are no options: what follows from the call.
@@ -228,7 +238,7 @@ They stand at the top of each emitted kernel, or are decisions that `explain` pr
 
 def markdown() -> str:
     """Return the text of docs/options.md."""
-    rows = "\n".join(_row(name, doc) for name, doc in {**OPTION_DOCS, "layout": LAYOUT}.items())
+    rows = "\n".join(_row(name, doc) for name, doc in {**OPTION_DOCS, **WHOLE_DOCS}.items())
     variables = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in VARIABLE_DOCS.items())
     return _PAGE.format(note=PREFIX_NOTE, rows=rows, variables=variables)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from flexgen.ir.sizes import split_size_name
 
 Mod = Callable[..., object]
 
+_log = logging.getLogger("flexgen.capture")
 _MAX_ATTEMPTS = 4  # a value may change while it is traced, but not every time
 _MAX_VARIANTS = 16  # captures kept for values that alternate
 
@@ -82,6 +84,12 @@ class NumberHistory:
     needed_constant: set[str] = field(default_factory=set)
 
 
+def _told(mod: tuple[str, Mod]) -> str:
+    """Return a mod's kind and name."""
+    kind, function = mod
+    return f"{kind} {getattr(function, '__name__', type(function).__name__)}"
+
+
 class LiveMods:
     """A pair of callables that may close over changing tensors and numbers.
 
@@ -129,6 +137,7 @@ class LiveMods:
                 return reading
             for _ in range(_MAX_ATTEMPTS):
                 variant = self._capture(score_dtype)
+                _log.debug("captured %s", ", ".join(map(_told, self._roots.items())) or "no mods")
                 found = variant.probe(*self._mods)
                 if found is not None:
                     self._variants = (variant, *self._variants[: _MAX_VARIANTS - 1])

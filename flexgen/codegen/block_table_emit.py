@@ -12,9 +12,9 @@ from flexgen.codegen.emit import mod_context
 from flexgen.codegen.header import row
 from flexgen.codegen.key import kernel_key
 from flexgen.codegen.mod_printer import print_mod
-from flexgen.codegen.render import render
+from flexgen.codegen.module_text import render_module
+from flexgen.codegen.render import render_part
 from flexgen.codegen.source import Arg, KernelSource
-from flexgen.codegen.wrap import wrap_long_lines
 from flexgen.ir.graph import Graph, Mods
 from flexgen.ir.origins import Origins
 from flexgen.lowering.table_plan import TablePlan
@@ -49,21 +49,20 @@ def emit_block_table(mask: Graph, origins: Origins, plan: TablePlan) -> TableSou
     context = mod_context(mods, Dialect(hardware=plan.target.backend == "cuda"), plan.wide, plan.wide_index)
     printed = print_mod(mask, origins, context, torch.float32) if plan.exact or plan.drops_empty else None
     holes = BlockTableText(plan, origins, context, printed).holes()
-    functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in holes.prelude]
+    functions = [render_part(f"triton/prelude/{name}.py.jinja") for name in holes.prelude]
     functions += ["\n".join(line.text for line in printed.lines)] if printed else []
-    text = wrap_long_lines(
-        render(
-            "triton/block_table.py.jinja",
-            header=_header(mask, plan),
-            plan=plan,
-            holes=holes,
-            functions=functions,
-        )
+    module = render_module(
+        "triton/block_table.py.jinja",
+        printed=[printed] if printed else [],
+        header=_header(mask, plan),
+        plan=plan,
+        holes=holes,
+        functions=functions,
     )
     key = kernel_key(mods, origins, plan)
 
     def entry(name: str, args: tuple[Arg, ...]) -> KernelSource:
-        return KernelSource(text, name, args, (), key)
+        return KernelSource(module.text, name, args, module.line_map, key)
 
     sides = [side for side in (holes.q, holes.kv) if side.lines]
     return TableSource(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexgen.codegen.dialects.triton import pointer_type
-from flexgen.codegen.render import render
+from flexgen.codegen.render import render_part
 from flexgen.codegen.source import Arg, Role
 from flexgen.lowering.dropout import Draws
 
@@ -21,7 +21,7 @@ def dropout_functions(draws: Draws, *, transposed: bool = False) -> list[str]:
     if draws is Draws.NONE:
         return []
     names = ("stream", draws.value)
-    return [render(f"triton/dropout/{name}.py.jinja", transposed=transposed).rstrip() for name in names]
+    return [render_part(f"triton/dropout/{name}.py.jinja", transposed=transposed) for name in names]
 
 
 def dropout_args(draws: Draws, accumulator_dtype: torch.dtype) -> list[Arg]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass
 
 from flexgen.codegen.dialects.triton import Dialect
 from flexgen.codegen.dropout_text import dropout_functions
 from flexgen.codegen.forward_text import ForwardHoles, ForwardText
 from flexgen.codegen.header import header
 from flexgen.codegen.key import kernel_key
-from flexgen.codegen.mod_printer import PrintedMod, print_mod
+from flexgen.codegen.mod_printer import print_mod
+from flexgen.codegen.module_text import Variable, render_module
 from flexgen.codegen.node_printer import PrintContext
-from flexgen.codegen.render import render
-from flexgen.codegen.source import KernelSource, LineOrigin
-from flexgen.codegen.wrap import wrap_long_lines
+from flexgen.codegen.render import render_part
+from flexgen.codegen.source import KernelSource
 from flexgen.ir.graph import Mods, Node
 from flexgen.ir.origins import Origins
 from flexgen.ir.sizes import size_name
@@ -28,15 +26,6 @@ LOWEST = -3.4028234663852886e38  # the most negative finite float32
 FLOOR = -2.0e38  # times log2(e) it is still finite
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """One `NAME = tl.constexpr(text)` line at the top of a module."""
-
-    name: str
-    text: str
-    comment: str = ""
-
-
 def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSource:
     """Return the forward kernel of a plan."""
     context = print_context(mods, plan)
@@ -45,28 +34,22 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
     holes = ForwardText(plan, score, mask, context).holes()
     printed = [mod for mod in (score, mask) if mod is not None]
     prelude = dict.fromkeys(name for mod in printed for name in mod.prelude) | dict.fromkeys(holes.prelude)
-    functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
+    functions = [render_part(f"triton/prelude/{name}.py.jinja") for name in prelude]
     functions += ["\n".join(line.text for line in mod.lines) for mod in printed]
     functions += dropout_functions(plan.DROPOUT)
-    text = render_kernel(
+    variables = _variables(plan, holes)
+    module = render_module(
         "triton/forward.py.jinja",
+        printed=printed,
+        optional=variables,
         header=header(mods, plan),
         plan=plan,
         holes=holes,
-        variables=_variables(plan, holes),
+        variables=variables,
         functions=functions,
         libdevice=any(mod.libdevice for mod in printed),
     )
-    return KernelSource(text, "forward", holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
-
-
-def render_kernel(template: str, *, variables: list[Variable], **holes: object) -> str:
-    """Render a kernel's module, leaving out template variables that its text does not read, and break long lines."""
-    text = render(template, variables=variables, **holes)
-    unread = [variable for variable in variables if len(re.findall(rf"\b{variable.name}\b", text)) == 1]
-    lines = {f"{variable.name} = tl.constexpr(" for variable in unread}
-    kept = (line for line in text.split("\n") if not any(line.startswith(start) for start in lines))
-    return wrap_long_lines("\n".join(kept))
+    return KernelSource(module.text, "forward", holes.args, module.line_map, kernel_key(mods, origins, plan))
 
 
 def print_context(mods: Mods, plan: ForwardPlan) -> PrintContext:
@@ -140,15 +123,3 @@ def row_max_floor(subtract_first: bool, multiplier: float) -> Variable:
         return Variable("ROW_MAX_FLOOR", repr(LOWEST), "the lowest float32: any finite score is at least this")
     exponent = math.floor(math.log10(-FLOOR / max(multiplier, 1.0)))
     return Variable("ROW_MAX_FLOOR", repr(-(10.0**exponent)), "below any score; finite when scaled")
-
-
-def line_map(text: str, printed: list[PrintedMod]) -> tuple[LineOrigin, ...]:
-    """Find each mod's lines in the text and map them to the user's."""
-    numbered = text.splitlines()
-    found: list[LineOrigin] = []
-    for mod in printed:
-        start = numbered.index(mod.lines[1].text) - 1
-        for offset, line in enumerate(mod.lines):
-            if line.span is not None:
-                found.append(LineOrigin(start + offset + 1, line.span.file, line.span.line))
-    return tuple(found)

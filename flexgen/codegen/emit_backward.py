@@ -9,15 +9,15 @@ from typing import Protocol
 from flexgen.codegen.backward_text import BackwardHoles, BackwardText
 from flexgen.codegen.dialects.triton import Dialect, pointer_type, type_name
 from flexgen.codegen.dropout_text import dropout_functions
-from flexgen.codegen.emit import LOG2_E, Variable, line_map, mod_context, render_kernel, search_width
+from flexgen.codegen.emit import LOG2_E, mod_context, search_width
 from flexgen.codegen.header import backward_header, delta_header
 from flexgen.codegen.key import kernel_key
-from flexgen.codegen.mod_printer import PrintedLine, PrintedMod, print_function, print_mod
+from flexgen.codegen.mod_printer import PrintedMod, print_function, print_mod
+from flexgen.codegen.module_text import PrintedFunction, Variable, render_module
 from flexgen.codegen.node_printer import PrintContext
-from flexgen.codegen.render import render
+from flexgen.codegen.render import render_part
 from flexgen.codegen.scatter_printer import PrintedScatter, print_scatters
 from flexgen.codegen.source import Arg, KernelSource, Role
-from flexgen.codegen.wrap import wrap_long_lines
 from flexgen.ir.graph import Axis, Mods
 from flexgen.ir.origins import Origins
 from flexgen.ir.score_grad import GRAD_INPUTS, ScoreGrad
@@ -50,16 +50,19 @@ def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: Ba
     scatters = _print_scatters(grad, context, plan) if grad else ()
     holes = BackwardText(plan, score, mask, through, scatters, context).holes()
     printed = [mod for mod in (score, mask, through) if mod is not None]
-    text = render_kernel(
+    variables = _variables(plan, holes)
+    module = render_module(
         f"triton/{plan.kernel.value}.py.jinja",
+        printed=[*printed, *scatters],
+        optional=variables,
         header=backward_header(mods, plan),
         plan=plan,
         holes=holes,
-        variables=_variables(plan, holes),
+        variables=variables,
         functions=[*_functions([*printed, *scatters], holes), *_dropout_functions(plan)],
         libdevice=any(mod.libdevice for mod in printed) or any(scatter.libdevice for scatter in scatters),
     )
-    return KernelSource(text, plan.kernel.value, holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
+    return KernelSource(module.text, plan.kernel.value, holes.args, module.line_map, kernel_key(mods, origins, plan))
 
 
 def _print_grad(grad: ScoreGrad, context: PrintContext, plan: BackwardPlan) -> PrintedMod | None:
@@ -74,18 +77,16 @@ def _print_scatters(grad: ScoreGrad, context: PrintContext, plan: BackwardPlan) 
     return print_scatters(grad, plan.scatter, walked, context, plan.accumulator_dtype, plan.accumulation)
 
 
-class _Printed(Protocol):
-    """Whatever was printed as device functions."""
+class _Printed(PrintedFunction, Protocol):
+    """Functions that may call those of the prelude."""
 
-    @property
-    def lines(self) -> tuple[PrintedLine, ...]: ...
     @property
     def prelude(self) -> tuple[str, ...]: ...
 
 
 def _functions(parts: Sequence[_Printed], holes: BackwardHoles) -> list[str]:
     prelude = dict.fromkeys(name for part in parts for name in part.prelude) | dict.fromkeys(holes.prelude)
-    texts = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
+    texts = [render_part(f"triton/prelude/{name}.py.jinja") for name in prelude]
     return texts + ["\n".join(line.text for line in part.lines) for part in parts]
 
 
@@ -129,8 +130,9 @@ def emit_delta(plan: DeltaPlan) -> KernelSource:
         accumulator=type_name(accumulator),
         has_grad_logsumexp=plan.has_grad_logsumexp,
     )
-    text = wrap_long_lines(render("triton/backward_delta.py.jinja", header=delta_header(plan), plan=plan, holes=holes))
-    return KernelSource(text, "backward_delta", tuple(args), (), kernel_key(Mods(), Origins(), plan))
+    module = render_module("triton/backward_delta.py.jinja", header=delta_header(plan), plan=plan, holes=holes)
+    key = kernel_key(Mods(), Origins(), plan)
+    return KernelSource(module.text, "backward_delta", tuple(args), module.line_map, key)
 
 
 def _row_address(tensor: str, plan: DeltaPlan, *, unit: bool) -> str:

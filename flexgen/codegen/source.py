@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import json
 from dataclasses import dataclass
+from pathlib import PurePath
 
 
 class Role(enum.Enum):
@@ -49,13 +51,32 @@ class Arg:
     specialize: bool
 
 
+class Written(enum.Enum):
+    """Who wrote what an emitted line says."""
+
+    TEMPLATE = "template"  # of flexgen
+    USER = "user"  # in a mod
+
+
 @dataclass(frozen=True, slots=True)
 class LineOrigin:
-    """The user's line that an emitted line came from (both count from 1)."""
+    """What an emitted line comes from.
+
+    Attributes:
+        emitted: the line's number; lines count from 1.
+        written: by whom.
+        file: a template's name in `flexgen/templates`, or the path of the user's file.
+        line: the number there; of a statement over several lines, the first.
+    """
 
     emitted: int
+    written: Written
     file: str
     line: int
+
+    def __str__(self) -> str:
+        place = f"{self.file}, line {self.line}"
+        return place if self.written is Written.USER else f"flexgen's template {place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +87,7 @@ class KernelSource:
         text: the module's text.
         entry: name of the kernel function in it.
         args: its parameters, in order.
-        line_map: emitted lines that came from the user's source.
+        line_map: where each line of the text comes from, in order.
         key: digest of mods, plan and flexgen's own sources; names the module in caches.
     """
 
@@ -75,3 +96,17 @@ class KernelSource:
     args: tuple[Arg, ...]
     line_map: tuple[LineOrigin, ...]
     key: str
+
+
+def line_map_text(source: KernelSource) -> str:
+    """Return the origin of each emitted line as JSON: one object a line, the user's file by its name alone."""
+    rows = [
+        {
+            "line": origin.emitted,
+            "from": origin.written.value,
+            "file": PurePath(origin.file).name if origin.written is Written.USER else origin.file,
+            "at": origin.line,
+        }
+        for origin in source.line_map
+    ]
+    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"

@@ -44,7 +44,7 @@ def add_file(parser: argparse.ArgumentParser) -> None:
 def add_problem(
     parser: argparse.ArgumentParser, *, dtype: str, target: bool = True, dropout: bool = True, packed: bool = True
 ) -> None:
-    """Add what makes a file's mods an attention problem: shape, dtype, options and, mostly, target, dropout, packing."""
+    """Add what makes a file's mods an attention problem: shape, dtype, options and, mostly, more."""
     if packed:
         _add_packed(parser)
     parser.add_argument(
@@ -103,6 +103,20 @@ def add_dump_code(parser: argparse.ArgumentParser) -> None:
         const=STDOUT,
         help="print the emitted source; with DIR, write a numbered file for each stage there",
     )
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--diff",
+        type=parse_setting,
+        action="extend",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="show what options change, beside what --set sets: the decisions, and the emitted text line by line",
+    )
+
+
+def add_backward(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backward", action="store_true", help="lower the backward kernels too: query, key and value require grad"
     )

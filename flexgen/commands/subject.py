@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,12 @@ class Subject:
         made = (torch.randn(size, generator=random, dtype=torch.float64) for size in sizes)
         return tuple(tensor.to(device=device, dtype=self.dtype) for tensor in made)
 
+    def having(self, settings: Mapping[str, Any]) -> Subject:
+        """Return the same with options set, over those it has."""
+        own = self.attention
+        attention = Attention(own.score_mod, own.mask_mod, own.options.over(settings))
+        return dataclasses.replace(self, attention=attention)
+
     def lower(self, target: str, aux: AuxRequest | None = None, *, backward: bool = False) -> Lowered:
         """Lower without allocating query, key or value, which require grad for the backward kernels."""
         query, key, value = (tensor.requires_grad_(backward) for tensor in self.tensors("meta"))
@@ -88,15 +94,9 @@ def load_subject(arguments: argparse.Namespace) -> Subject:
     return Subject(str(arguments.file), attention, shape, getattr(torch, arguments.dtype), dropout_p, packed)
 
 
-def _options(user: UserFile, settings: dict[str, Any]) -> Options:
+def _options(user: UserFile, settings: Mapping[str, Any]) -> Options:
     """Return the file's options with those of the command line over them."""
-    given = Options.of(settings)
-    if user.attention is None:
-        return given
-    own: Options = user.attention.options
-    groups = ("kernel", "fwd", "bwd")
-    merged = {name: dataclasses.replace(getattr(own, name), **getattr(given, name).given()) for name in groups}
-    return Options(**merged, layout=given.layout if "layout" in settings else own.layout)
+    return Options.of(dict(settings)) if user.attention is None else user.attention.options.over(settings)
 
 
 def _shape_of(user: UserFile) -> Shape | None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from flexgen.commands.mask_subject import MaskSubject
-from flexgen.commands.tile_map_ranges import RangeWalk
+from flexgen.commands.tile_map_ranges import RangeWalk, packed_heads
 from flexgen.commands.tile_map_table import listed_blocks
 from flexgen.commands.tile_pairs import count_in_tiles
 from flexgen.errors import InternalError
 from flexgen.lowering.blocks import BlockRule
 from flexgen.lowering.schedule import Walk
+from flexgen.lowering.triton.backward_plan import BackwardPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.mask_counts import MaskGrid, count_live_entries
 from flexgen.runtime.mask_evaluation import Mod
@@ -77,20 +78,23 @@ class TileMap:
         return self.count(live=Live.EMPTY) - self.count(Visit.SKIPPED, Live.EMPTY)
 
 
-def map_tiles(mask: MaskSubject, plan: ForwardPlan, rule: BlockRule | None) -> TileMap:
+def map_tiles(
+    mask: MaskSubject, plan: ForwardPlan | BackwardPlan, rule: BlockRule | None, every_pair: int = EVERY_PAIR
+) -> TileMap:
     """Return the tiles of one (batch, query head).
 
     Args:
         rule: how blocks are classified; for plans that walk a derived table.
+        every_pair: masks of at most this many pairs are evaluated in whole, which checks the schedule.
 
     Raises:
         CaptureError: the mask raised at an index of this shape.
         InternalError: the schedule contradicts the mask.
     """
-    rows = max(plan.BLOCK_M // plan.index_map.packed_heads, 1)
-    visits = _visits(mask, plan, rule, rows)
-    sizes = _lengths(mask.shape.Lq, rows)[:, None] * _lengths(mask.shape.Lk, plan.BLOCK_N)[None, :]
-    proven = mask.shape.Lq * mask.shape.Lk > EVERY_PAIR
+    rows = max(plan.BLOCK_M // packed_heads(plan), 1)
+    visits = visit_tiles(mask, plan, rule, rows)
+    sizes = lengths(mask.shape.Lq, rows)[:, None] * lengths(mask.shape.Lk, plan.BLOCK_N)[None, :]
+    proven = mask.shape.Lq * mask.shape.Lk > every_pair
     pairs = _pairs_of_checked(mask, visits, sizes, rows, plan.BLOCK_N) if proven else None
     tiles = TileMap(
         rows,
@@ -108,7 +112,7 @@ def count_pairs(mask: MaskSubject, rows: int, columns: int) -> Tensor:
     """Return int64 [query groups, key groups]: the live pairs of each group of rows x columns."""
     grid = MaskGrid(1, 1, mask.shape.Lq, mask.shape.Lk, rows, columns)
     if mask.mod is None:
-        return _lengths(mask.shape.Lq, rows)[:, None] * _lengths(mask.shape.Lk, columns)[None, :]
+        return lengths(mask.shape.Lq, rows)[:, None] * lengths(mask.shape.Lk, columns)[None, :]
     return count_live_entries(_at_place(mask.mod, mask), grid, torch.device("cpu"))[0, 0]
 
 
@@ -116,12 +120,13 @@ def _at_place(mod: Mod, mask: MaskSubject) -> Mod:
     return lambda b, h, q_idx, kv_idx: mod(b + mask.place.b, h + mask.place.h, q_idx, kv_idx)
 
 
-def _lengths(length: int, tile: int) -> Tensor:
+def lengths(length: int, tile: int) -> Tensor:
     """Return how much of each tile lies inside of the axis."""
     return (length - torch.arange(0, length, tile)).clamp(max=tile)
 
 
-def _visits(mask: MaskSubject, plan: ForwardPlan, rule: BlockRule | None, rows: int) -> Tensor:
+def visit_tiles(mask: MaskSubject, plan: ForwardPlan | BackwardPlan, rule: BlockRule | None, rows: int) -> Tensor:
+    """Return int8 [query tiles, key tiles], values of Visit, of tiles of `rows` queries."""
     if plan.schedule.walk is Walk.DERIVED and rule is not None:
         visited, unmasked = _of_table(mask, plan, rule, rows)
     else:
@@ -129,7 +134,7 @@ def _visits(mask: MaskSubject, plan: ForwardPlan, rule: BlockRule | None, rows: 
     return (visited.char() + unmasked.char()).contiguous()
 
 
-def _of_table(mask: MaskSubject, plan: ForwardPlan, rule: BlockRule, rows: int) -> tuple[Tensor, Tensor]:
+def _of_table(mask: MaskSubject, plan: ForwardPlan | BackwardPlan, rule: BlockRule, rows: int) -> tuple[Tensor, Tensor]:
     """Cut the blocks of a table in tiles."""
     blocks = listed_blocks(rule, plan, mask)
     high, wide = plan.SPARSE_Q_BLOCK_SIZE // rows, plan.SPARSE_KV_BLOCK_SIZE // plan.BLOCK_N

@@ -65,7 +65,7 @@ def executor(source: KernelSource, target: Target, compile_options: Mapping[str,
     if target.backend == "interpret":
         from flexgen.runtime.interpret import interpret
 
-        return lambda grid, values: interpret(module, source.entry, grid, values, source.args)
+        return lambda grid, values: interpret(module, source.entry, grid, values, source.args, source.line_map)
     from flexgen.runtime.launch import Launcher
 
     options: dict[str, Any] = dict(compile_options)
@@ -77,6 +77,7 @@ def executor(source: KernelSource, target: Target, compile_options: Mapping[str,
         num_warps=options.pop("num_warps"),
         num_stages=options.pop("num_stages"),
         extra_options=options,
+        line_map=source.line_map,
     ).launch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from flexgen.runtime.derived_table import DerivedTable, Lists, MaskValues, Ready
 from flexgen.runtime.describe import Launch
 from flexgen.runtime.kernel import executor
 
+_log = logging.getLogger("flexgen.tables")
 _POINTED = {"*i32": torch.int32, "*i64": torch.int64, "*fp32": torch.float32, "*fp64": torch.float64}
 
 
@@ -47,6 +49,7 @@ class TableKernels:
         """
         form, sizes = self.plan.form, TableSizes.of(self.plan.axes, launch)
         rows, columns = sizes.blocks(form, self.plan.walked)
+        _log.debug("deriving a block table of %s x %s blocks", rows, columns)
         grid = (rows, sizes.heads, sizes.batch)
         tables = self._summarised(launch, sizes)
         tables |= {

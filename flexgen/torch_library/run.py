@@ -61,6 +61,8 @@ class Arguments:
     @property
     def packing(self) -> Packing | None:
         return Packing(*self.cu_seqlens) if self.cu_seqlens else None
+
+    @property
     def dropout(self) -> Dropout | None:
         return None if self.dropout_seed is None else Dropout(self.dropout_p, self.dropout_seed)
 

@@ -37,7 +37,11 @@ class Plain:
         """Return the operator's arguments."""
         buffers_end = _INPUTS + self.buffer_count
         end = buffers_end + self.offset_count
-        buffers, offsets, others = list(tensors[_INPUTS:buffers_end]), list(tensors[buffers_end:end]), iter(tensors[end:])
+        buffers, offsets, others = (
+            list(tensors[_INPUTS:buffers_end]),
+            list(tensors[buffers_end:end]),
+            iter(tensors[end:]),
+        )
         *block_lists, seed = [next(others) if has else None for has in (*self.has_list, self.has_seed)]
         return (*tensors[:_INPUTS], buffers, block_lists, offsets, seed, *self.rest)
 

@@ -261,6 +261,8 @@ def packed_sequences():
         return q_idx + prefix_length[b] >= kv_idx
 
     return None, causal_after_a_prefix
+
+
 # Dropout.
 
 
