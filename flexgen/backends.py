@@ -1,23 +1,31 @@
-"""The registry of forward backends: in order of preference, what each one can serve, and which one serves a call."""
+"""The registry of backends: in order of preference, what each one can serve, and which one serves a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from flexgen.codegen.dialects.gluon import why_unavailable
 from flexgen.codegen.emit import emit_forward
+from flexgen.codegen.emit_backward import emit_backward
+from flexgen.codegen.gluon_backward_emit import emit_gluon_backward
 from flexgen.codegen.gluon_emit import emit_gluon
 from flexgen.codegen.source import KernelSource
 from flexgen.errors import OptionError
 from flexgen.ir.graph import Mods
 from flexgen.ir.origins import Origins
+from flexgen.ir.score_grad import ScoreGrad
 from flexgen.lowering.decision import Rejected
 from flexgen.lowering.gluon_hopper import choose as hopper
+from flexgen.lowering.gluon_hopper import choose_backward as hopper_backward
+from flexgen.lowering.triton.backward_plan import BackwardTask
 from flexgen.lowering.triton.choose import Question, choose_forward
+from flexgen.lowering.triton.choose_backward import choose_backward
 
 Emit = Callable[[Mods, Origins, Any], KernelSource]
+EmitBackward = Callable[[Mods, Origins, ScoreGrad | None, Any], KernelSource]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +80,18 @@ def choose_backend(question: Question) -> Chosen:
 
 def _verdict(backend: Backend, question: Question) -> tuple[str | None, str]:
     """Return why a backend serves a call, or None and why it does not."""
+    return _judge(backend.name, question, partial(backend.refusal, question), partial(backend.recommended, question))
+
+
+Reason = Callable[[], str | None]
+
+
+def _judge(name: str, question: Question, why_not: Reason, recommended: Reason) -> tuple[str | None, str]:
     asked = question.options.BACKEND
-    if asked not in (None, "AUTO", backend.name):
+    if asked not in (None, "AUTO", name):
         return None, ""
-    refusal = backend.refusal(question)
-    if asked == backend.name and refusal is not None:
+    refusal = why_not()
+    if asked == name and refusal is not None:
         raise OptionError(
             f"BACKEND={asked!r} cannot be honoured: {refusal}",
             why="its kernels do not serve this call",
@@ -84,6 +99,90 @@ def _verdict(backend: Backend, question: Question) -> tuple[str | None, str]:
         )
     if refusal is not None:
         return None, refusal
-    if asked == backend.name:
+    if asked == name:
         return "asked for", ""
-    return backend.recommended(question), "not measured to win here"
+    return recommended(), "not measured to win here"
+
+
+# Backward.
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardBackend:
+    """One way to compile the kernels of a backward.
+
+    Attributes:
+        name: as the option BACKEND spells it.
+        refusal, recommended: as of a forward backend, for what one kernel computes.
+        parts: the kernels that this takes.
+        takes_base_2: whether they would take `row_shift` in base 2.
+        choose: decides the plan of a part, given why this backend; `base_2` says whether all kernels take that.
+        emit: emits a plan's kernel.
+    """
+
+    name: str
+    refusal: Callable[[Question, BackwardTask], str | None]
+    recommended: Callable[[Question, BackwardTask], str | None]
+    parts: Callable[[Question, BackwardTask], tuple[BackwardTask, ...]]
+    takes_base_2: Callable[[Question], bool]
+    choose: Callable[..., Any]
+    emit: EmitBackward
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenBackward:
+    """The plans of all kernels, in order, and what emits each; `base_2` as the kernel that prepares rows needs it."""
+
+    plans: tuple[tuple[Any, EmitBackward], ...]
+    base_2: bool
+
+
+def _hopper_backward_refusal(question: Question, task: BackwardTask) -> str | None:
+    return hopper_backward.refusal(question, task) or why_unavailable()
+
+
+BACKWARD_BACKENDS = (
+    BackwardBackend(
+        "GLUON",
+        _hopper_backward_refusal,
+        hopper_backward.verified_to_win,
+        hopper_backward.parts_of,
+        hopper_backward.takes_base_2,
+        hopper_backward.choose_gluon_backward,
+        emit_gluon_backward,
+    ),
+)
+
+
+def choose_backward_backends(tasks: Sequence[tuple[Question, BackwardTask]]) -> ChosenBackward:
+    """Decide which backend serves each kernel of a backward, and the plans; plain Triton serves what no other does.
+
+    Raises:
+        OptionError: the backend that was asked for cannot serve the call.
+    """
+    served = [_backward_backend(question, task) for question, task in tasks]
+    base_2 = bool(tasks) and all(
+        backend is not None and backend.takes_base_2(question)
+        for (backend, _, question), _ in zip(served, tasks, strict=True)
+    )
+    plans: list[tuple[Any, EmitBackward]] = []
+    for (backend, because, question), (_, task) in zip(served, tasks, strict=True):
+        if backend is None:
+            plans.append((choose_backward(question, task), emit_backward))
+            continue
+        parts = backend.parts(question, task)
+        plans += ((backend.choose(question, part, because, base_2=base_2), backend.emit) for part in parts)
+    return ChosenBackward(tuple(plans), base_2)
+
+
+def _backward_backend(question: Question, task: BackwardTask) -> tuple[BackwardBackend | None, str, Question]:
+    """Return the backend and why; None for plain Triton, whose question says who was passed over."""
+    passed_over: list[Rejected] = []
+    for backend in BACKWARD_BACKENDS:
+        reasons = (partial(backend.refusal, question, task), partial(backend.recommended, question, task))
+        because, reason = _judge(backend.name, question, *reasons)
+        if because is not None:
+            return backend, because, question
+        if reason:
+            passed_over.append(Rejected(backend.name, reason))
+    return None, "", replace(question, passed_over=tuple(passed_over))

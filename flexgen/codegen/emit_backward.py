@@ -32,6 +32,7 @@ class DeltaHoles:
     grad_output_address: str
     accumulator: str
     has_grad_logsumexp: bool
+    log2_e: str
 
 
 def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: BackwardPlan) -> KernelSource:
@@ -121,6 +122,7 @@ def emit_delta(plan: DeltaPlan) -> KernelSource:
         grad_output_address=_row_address("grad_output", plan, unit="grad_output" in plan.unit_stride),
         accumulator=type_name(accumulator),
         has_grad_logsumexp=plan.has_grad_logsumexp,
+        log2_e=repr(LOG2_E),
     )
     text = wrap_long_lines(render("triton/backward_delta.py.jinja", header=delta_header(plan), plan=plan, holes=holes))
     return KernelSource(text, "backward_delta", tuple(args), (), kernel_key(Mods(), Origins(), plan))

@@ -13,7 +13,7 @@ from flexgen.lowering.targets import Target
 
 
 class BackwardKernel(enum.Enum):
-    """Which gradients a kernel computes; the value is its entry's name."""
+    """The side that a kernel's programs own; the value is the entry's name of a kernel in plain Triton."""
 
     DQ = "backward_dq"  # a tile of queries walks keys
     DKDV = "backward_dkdv"  # a tile of keys walks queries
@@ -135,6 +135,7 @@ class DeltaPlan:
         BLOCK_M: rows of a program.
         V_HEAD_DIM, V_HEAD_DIM_ROUNDED: last dimension of output and its gradient.
         has_grad_logsumexp: the loss depends on the logsumexp.
+        BASE_2: `row_shift` is multiplied by log2(e), for kernels that want it so.
         dtype: of output and its gradient.
     """
 
@@ -144,6 +145,7 @@ class DeltaPlan:
     V_HEAD_DIM_ROUNDED: int
     num_warps: int
     has_grad_logsumexp: bool
+    BASE_2: bool
     dtype: torch.dtype
     accumulator_dtype: torch.dtype
     unit_stride: frozenset[str]

@@ -100,7 +100,9 @@ def _scale(question: Question, answers: Answers) -> None:
     answers.add("SUBTRACT_FIRST", extreme is not None, extreme or "scores of moderate size")
 
 
-def choose_delta(problem: Problem, guard: Guard, target: Target, *, has_grad_logsumexp: bool) -> DeltaPlan:
+def choose_delta(
+    problem: Problem, guard: Guard, target: Target, *, has_grad_logsumexp: bool, base_2: bool
+) -> DeltaPlan:
     """Decide the plan of the kernel that prepares rows: it only streams, so its tile matters little."""
     rounded = round_up_to_power_of_two(problem.v_head_dim)
     rows = 128 if target.backend == "interpret" else max(16, 8192 // rounded)
@@ -111,6 +113,7 @@ def choose_delta(problem: Problem, guard: Guard, target: Target, *, has_grad_log
         V_HEAD_DIM_ROUNDED=rounded,
         num_warps=4,
         has_grad_logsumexp=has_grad_logsumexp,
+        BASE_2=base_2,
         dtype=problem.query_dtype,
         accumulator_dtype=problem.accumulator_dtype,
         unit_stride=problem.unit_stride,
