@@ -42,6 +42,7 @@ class GluonBackwardPlan:
         num_stages: tiles of queries (dK, dV) or of keys (dQ) in shared memory.
         PARTNER_STAGES: tiles of output gradients (dK, dV) or of values (dQ) in shared memory.
         PIPELINED: a step's products run beside those that add the tile before it; this keeps two tiles in registers.
+        FRESH_ADDRESSES: where tiles lie is computed at each step; the compiler would keep it in registers.
         WALKED_TAIL: the last tile walked may reach past the side's length.
         BASE_2: `row_shift` comes multiplied by log2(e).
         CONSUMER_REGISTERS, PRODUCER_REGISTERS: registers of a thread after the partitions have shared them out.
@@ -64,6 +65,7 @@ class GluonBackwardPlan:
     num_stages: int
     PARTNER_STAGES: int
     PIPELINED: bool
+    FRESH_ADDRESSES: bool
     WALKED_TAIL: bool
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int

@@ -62,7 +62,7 @@ SHAPES: dict[Sums, dict[int, tuple[Shape, ...]]] = {
     Sums.KEY: {
         64: (Shape(64, (2, 2), True),),
         128: (Shape(64, (2, 2), True),),
-        256: (Shape(64, (2, 1), False), Shape(32, (2, 2), True)),
+        256: (Shape(64, (2, 1), True), Shape(32, (2, 2), True)),
     },
     Sums.VALUE: {
         64: (Shape(64, (2, 2), True),),
@@ -299,6 +299,7 @@ def _decide_tile(question: Question, task: BackwardTask, answers: Answers) -> No
     answers.add("PARTNER_STAGES", shape.stages[1], stages)
     serial = "registers do not hold a second tile: each step's products end with it"
     answers.add("PIPELINED", shape.pipelined, "a step's sums run under the next step's" if shape.pipelined else serial)
+    answers.add("FRESH_ADDRESSES", *_fresh_addresses(question, task))
     launch, consumer, producer = REGISTERS
     shared_out = "all registers of the multiprocessor, shared out over the partitions"
     answers.add("maxnreg", launch, shared_out)
@@ -306,6 +307,19 @@ def _decide_tile(question: Question, task: BackwardTask, answers: Answers) -> No
     answers.add("PRODUCER_REGISTERS", producer, "it only starts copies")
     needed = shared_bytes(shape, task, *_rounded(question), question.problem.query_dtype.itemsize)
     answers.add("shared_bytes", needed, "computed from the tile, an upper bound")
+
+
+def _fresh_addresses(question: Question, task: BackwardTask) -> tuple[bool, str]:
+    """Whether addresses of tiles are computed at each step: the compiler would keep them, and spill what it keeps."""
+    head_dim = _size_class(question)
+    if head_dim == 256:
+        return True, "at this head dim descriptors of the own tiles would spill"
+    evaluated = question.mods.score is not None or (
+        question.mods.mask is not None and _live_interval(question, task) is None
+    )
+    if head_dim == 128 and evaluated and Sums.of(task.writes) is Sums.KEY_AND_VALUE:
+        return True, "both sums and what mods compute leave no registers for descriptors"
+    return False, "descriptors fit in registers"
 
 
 def _with_own_table(question: Question, answers: Answers) -> Question:
