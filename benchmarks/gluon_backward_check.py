@@ -136,10 +136,11 @@ def reference(check: Check, tensors: list[torch.Tensor], grads: list[torch.Tenso
     query, key, value = (in_bhsd(leaf, check) for leaf in leaves)
     group = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(group, 1) for t in (key, value))
-    score_mod, mask_mod = mods_of(check, "cuda")
+    device = str(query.device)
+    score_mod, mask_mod = mods_of(check, device)
     scale = check.scale if check.scale is not None else query.shape[3] ** -0.5
     score = query @ key.mT * scale
-    b, h, q, k = torch.meshgrid(*(torch.arange(n, device="cuda") for n in score.shape), indexing="ij")
+    b, h, q, k = torch.meshgrid(*(torch.arange(n, device=device) for n in score.shape), indexing="ij")
     if score_mod is not None:
         score = score_mod(score, b, h, q, k)
     if mask_mod is not None:
@@ -149,7 +150,9 @@ def reference(check: Check, tensors: list[torch.Tensor], grads: list[torch.Tenso
     output = (torch.softmax(score, -1) @ value).masked_fill(empty, 0.0)
     results = [output, torch.logsumexp(score, -1)][: len(grads)]
     given = [in_bhsd(grads[0].float(), check), *grads[1:]]
-    return torch.autograd.grad(results, [leaf for leaf in leaves if leaf.requires_grad], given)
+    pairs = [(result, grad) for result, grad in zip(results, given, strict=True) if result.requires_grad]
+    reached, seeds = zip(*pairs, strict=True)
+    return torch.autograd.grad(reached, [leaf for leaf in leaves if leaf.requires_grad], seeds)
 
 
 def poisoned(
@@ -167,16 +170,21 @@ def poisoned(
 
 # Timing.
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "warm": {"bwd_BACKEND": "TRITON"},  # the first contender of a round runs on a cooler chip: not shown
-    "gluon": {"bwd_BACKEND": "GLUON"},
-    "queries 32": {"bwd_BACKEND": "GLUON", "bwd_BLOCK_M1": 32},
-    "queries 128": {"bwd_BACKEND": "GLUON", "bwd_BLOCK_M1": 128},
-    "keys 32": {"bwd_BACKEND": "GLUON", "bwd_BLOCK_N2": 32},
-    "keys 64": {"bwd_BACKEND": "GLUON", "bwd_BLOCK_N2": 64},
-    "keys 128": {"bwd_BACKEND": "GLUON", "bwd_BLOCK_N2": 128},
-    "triton": {"bwd_BACKEND": "TRITON"},
-}
+GLUON = {"bwd_BACKEND": "GLUON"}
+VARIANTS = ("warm", "gluon", "other queries", "other keys", "triton")
+_OTHER = {64: (128, 64), 128: (32, 128), 256: (32, 32)}  # queries of a tile of dK, dV; keys of one of dQ
+
+
+def variants(head_dim: int) -> dict[str, dict[str, Any]]:
+    """Return the options of each contender."""
+    queries, keys = _OTHER[head_dim]
+    return {
+        "warm": {"bwd_BACKEND": "TRITON"},  # the first contender of a round runs on a cooler chip: not shown
+        "gluon": GLUON,
+        "other queries": {**GLUON, "bwd_BLOCK_M1": queries},
+        "other keys": {**GLUON, "bwd_BLOCK_N2": keys},
+        "triton": {"bwd_BACKEND": "TRITON"},
+    }
 
 
 def timed(head_dim: int, device: str) -> Iterator[tuple[Any, dict[str, flexgen.Attention], list[torch.Tensor]]]:
@@ -187,7 +195,8 @@ def timed(head_dim: int, device: str) -> Iterator[tuple[Any, dict[str, flexgen.A
     for tensor in tensors:
         tensor.requires_grad_()
     for case in cases(8192, heads, "cpu" if device == "meta" else device):
-        yield case, {n: flexgen.compile(case.score_mod, case.mask_mod, o) for n, o in VARIANTS.items()}, tensors
+        contenders = variants(head_dim).items()
+        yield case, {n: flexgen.compile(case.score_mod, case.mask_mod, options) for n, options in contenders}, tensors
 
 
 def differentiated(

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -176,13 +176,15 @@ def jobs(selected: list[Check], head_dims: list[int], is_backward: bool) -> list
     return [*timings, *(("check", check) for check in selected)]
 
 
-def selection(only: str, is_backward: bool) -> list[Check]:
-    return [check for check in (backward.backward_checks() if is_backward else checks()) if only in check.name]
+def selection(only: str, early: str, is_backward: bool) -> list[Check]:
+    """Return the checks whose name holds `only`, those first whose name holds `early`."""
+    found = [check for check in (backward.backward_checks() if is_backward else checks()) if only in check.name]
+    return sorted(found, key=lambda check: early not in check.name)
 
 
-def worker(first: int, only: str, head_dims: list[int], is_backward: bool) -> None:
+def worker(first: int, only: str, early: str, head_dims: list[int], is_backward: bool) -> None:
     """Run steps from number `first` on, one line of JSON before and one after each."""
-    selected = selection(only, is_backward)
+    selected = selection(only, early, is_backward)
     steps: list[tuple[str, Any]] = [("check", check) for check in selected]
     steps += [("time", head_dim) for head_dim in head_dims]
     for number, (kind, what) in list(enumerate(steps))[first:]:
@@ -206,13 +208,16 @@ def say(value: dict[str, Any]) -> None:
     print("@" + json.dumps(value), flush=True)
 
 
-def supervise(only: str, head_dims: list[int], deadline: float, is_backward: bool = False) -> list[dict[str, Any]]:
+def supervise(
+    only: str, head_dims: list[int], deadline: float, *, early: str = "", is_backward: bool = False
+) -> list[dict[str, Any]]:
     """Run workers until every step is done, has failed, or time is up; return what they said."""
     said: list[dict[str, Any]] = []
     first = 0
     hangs = 0
     while time.monotonic() < deadline and hangs < MAX_HANGS:
         command = [sys.executable, "-m", "benchmarks.gluon_check", "--worker", str(first), "--only", only]
+        command += ["--early", early]
         command += ["--head-dim", *map(str, head_dims), *["--backward"] * is_backward]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         lines: queue.Queue[str | None] = queue.Queue()
@@ -252,7 +257,7 @@ def pump(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None
     lines.put(None)
 
 
-def report(said: list[dict[str, Any]], errors: dict[str, str], variants: dict[str, Any]) -> None:
+def report(said: list[dict[str, Any]], errors: dict[str, str], variants: Sequence[str]) -> None:
     for name, error in errors.items():
         if "cannot be honoured" not in error:
             print(f"NOT COMPILED {name}: {error}")
@@ -298,6 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worker", type=int)
     parser.add_argument("--only", default="", help="check only cases whose name holds this")
+    parser.add_argument("--early", default="", help="check cases whose name holds this before others")
     parser.add_argument("--head-dim", type=int, nargs="*", default=[64, 128, 256], help="of the timed cases")
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--backward", action="store_true", help="the backward kernels instead of the forward's")
@@ -310,18 +316,22 @@ def main() -> None:
         record(args.record)
         return
     if args.worker is not None:
-        worker(args.worker, args.only, args.head_dim, args.backward)
+        worker(args.worker, args.only, args.early, args.head_dim, args.backward)
         return
     deadline = time.monotonic() + args.seconds
-    selected = selection(args.only, args.backward)
+    selected = selection(args.only, args.early, args.backward)
     todo = jobs(selected, args.head_dim, args.backward)
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         results = list(pool.map(compile_job, todo))
     names = [what.name if kind == "check" else str(what) for kind, what in todo]
     errors = {name: error for name, error in zip(names, results, strict=True) if error}
     print(f"compiled {len(todo)} kernels in {time.monotonic() - deadline + args.seconds:.0f} s", flush=True)
-    said = [] if args.compile_only else supervise(args.only, args.head_dim, deadline, args.backward)
-    report(said, errors, backward.VARIANTS if args.backward else VARIANTS)
+    said = (
+        []
+        if args.compile_only
+        else supervise(args.only, args.head_dim, deadline, early=args.early, is_backward=args.backward)
+    )
+    report(said, errors, backward.VARIANTS if args.backward else tuple(VARIANTS))
     if args.sources:
         write_sources(said, selected, args.sources)
     if args.out:

@@ -20,7 +20,7 @@ from flexgen.ir.score_grad import ScoreGrad
 from flexgen.lowering.decision import Rejected
 from flexgen.lowering.gluon_hopper import choose as hopper
 from flexgen.lowering.gluon_hopper import choose_backward as hopper_backward
-from flexgen.lowering.triton.backward_plan import BackwardTask
+from flexgen.lowering.triton.backward_plan import PLAIN_ROWS, BackwardTask, RowForm
 from flexgen.lowering.triton.choose import Question, choose_forward
 from flexgen.lowering.triton.choose_backward import choose_backward
 
@@ -115,8 +115,7 @@ class BackwardBackend:
         name: as the option BACKEND spells it.
         refusal, recommended: as of a forward backend, for what one kernel computes.
         parts: the kernels that this takes.
-        takes_base_2: whether they would take `row_shift` in base 2.
-        choose: decides the plan of a part, given why this backend; `base_2` says whether all kernels take that.
+        choose: decides the plan of a part, given why this backend.
         emit: emits a plan's kernel.
     """
 
@@ -124,17 +123,16 @@ class BackwardBackend:
     refusal: Callable[[Question, BackwardTask], str | None]
     recommended: Callable[[Question, BackwardTask], str | None]
     parts: Callable[[Question, BackwardTask], tuple[BackwardTask, ...]]
-    takes_base_2: Callable[[Question], bool]
-    choose: Callable[..., Any]
+    choose: Callable[[Question, BackwardTask, str], Any]
     emit: EmitBackward
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenBackward:
-    """The plans of all kernels, in order, and what emits each; `base_2` as the kernel that prepares rows needs it."""
+    """The plans of all kernels, in order, what emits each, and how they read the values of rows."""
 
     plans: tuple[tuple[Any, EmitBackward], ...]
-    base_2: bool
+    rows: RowForm
 
 
 def _hopper_backward_refusal(question: Question, task: BackwardTask) -> str | None:
@@ -147,42 +145,34 @@ BACKWARD_BACKENDS = (
         _hopper_backward_refusal,
         hopper_backward.verified_to_win,
         hopper_backward.parts_of,
-        hopper_backward.takes_base_2,
         hopper_backward.choose_gluon_backward,
         emit_gluon_backward,
     ),
 )
 
 
-def choose_backward_backends(tasks: Sequence[tuple[Question, BackwardTask]]) -> ChosenBackward:
-    """Decide which backend serves each kernel of a backward, and the plans; plain Triton serves what no other does.
+def choose_backward_backend(tasks: Sequence[tuple[Question, BackwardTask]]) -> ChosenBackward:
+    """Decide which backend serves all kernels of a backward, and the plans; plain Triton serves what no other does.
+
+    The kernels share the values of rows, which each backend wants in a form of its own.
 
     Raises:
         OptionError: the backend that was asked for cannot serve the call.
     """
-    served = [_backward_backend(question, task) for question, task in tasks]
-    base_2 = bool(tasks) and all(
-        backend is not None and backend.takes_base_2(question)
-        for (backend, _, question), _ in zip(served, tasks, strict=True)
-    )
-    plans: list[tuple[Any, EmitBackward]] = []
-    for (backend, because, question), (_, task) in zip(served, tasks, strict=True):
-        if backend is None:
-            plans.append((choose_backward(question, task), emit_backward))
-            continue
-        parts = backend.parts(question, task)
-        plans += ((backend.choose(question, part, because, base_2=base_2), backend.emit) for part in parts)
-    return ChosenBackward(tuple(plans), base_2)
-
-
-def _backward_backend(question: Question, task: BackwardTask) -> tuple[BackwardBackend | None, str, Question]:
-    """Return the backend and why; None for plain Triton, whose question says who was passed over."""
     passed_over: list[Rejected] = []
     for backend in BACKWARD_BACKENDS:
-        reasons = (partial(backend.refusal, question, task), partial(backend.recommended, question, task))
-        because, reason = _judge(backend.name, question, *reasons)
-        if because is not None:
-            return backend, because, question
-        if reason:
-            passed_over.append(Rejected(backend.name, reason))
-    return None, "", replace(question, passed_over=tuple(passed_over))
+        verdicts = [_backward_verdict(backend, question, task) for question, task in tasks]
+        because = [found for found, _ in verdicts if found is not None]
+        if tasks and len(because) == len(tasks):
+            parts = [(question, part) for question, task in tasks for part in backend.parts(question, task)]
+            plans = [backend.choose(question, part, because[0]) for question, part in parts]
+            return ChosenBackward(tuple((plan, backend.emit) for plan in plans), plans[0].rows)
+        reason = next((why for found, why in verdicts if found is None), "")
+        passed_over += [Rejected(backend.name, reason)] if reason else []
+    plain = [(replace(question, passed_over=tuple(passed_over)), task) for question, task in tasks]
+    return ChosenBackward(tuple((choose_backward(*one), emit_backward) for one in plain), PLAIN_ROWS)
+
+
+def _backward_verdict(backend: BackwardBackend, question: Question, task: BackwardTask) -> tuple[str | None, str]:
+    reasons = (partial(backend.refusal, question, task), partial(backend.recommended, question, task))
+    return _judge(backend.name, question, *reasons)

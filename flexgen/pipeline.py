@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen.backends import choose_backend, choose_backward_backends
+from flexgen.backends import choose_backend, choose_backward_backend
 from flexgen.capture.live import Captured
 from flexgen.codegen.block_table_emit import TableSource, emit_block_table
 from flexgen.codegen.emit_backward import emit_delta
@@ -181,8 +181,8 @@ def compile_backward(
     for task in backward_tasks(grad, wanted.inputs, options.WRITE_DQ, deterministic=wanted.deterministic):
         schedule = backward_schedule(understood.facts, task.kernel is BackwardKernel.DQ, problem.table, trusted=trusted)
         tasks.append((Question(problem, guard, target, options, mods, understood.facts, schedule), task))
-    chosen = choose_backward_backends(tasks)
+    chosen = choose_backward_backend(tasks)
     passes = tuple((emit(mods, understood.origins, grad, plan), plan) for plan, emit in chosen.plans)
     from_logsumexp = wanted.from_logsumexp
-    delta = choose_delta(problem, guard, target, has_grad_logsumexp=from_logsumexp, base_2=chosen.base_2)
+    delta = choose_delta(problem, guard, target, has_grad_logsumexp=from_logsumexp, row_form=chosen.rows)
     return BackwardKernels((emit_delta(delta), delta), passes, grad)

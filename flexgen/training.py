@@ -12,7 +12,7 @@ from flexgen.ir.graph import Axis
 from flexgen.lowered import LoweredBackward
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.targets import Target
-from flexgen.lowering.triton.backward_plan import Accumulation, BackwardKernel
+from flexgen.lowering.triton.backward_plan import MOST_ROW_MULTIPLE, Accumulation, BackwardKernel
 from flexgen.options import KernelOptions
 from flexgen.pipeline import (
     AnyBackwardPlan,
@@ -288,8 +288,10 @@ def _allocate(launch: Launch, wanted: Wanted) -> dict[str, torch.Tensor]:
     """
     query = launch.tensors["query"]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = (launch.batch, launch.q_heads, launch.q_len)
-    outputs = {name: query.new_empty(rows, dtype=dtype) for name in ("delta", "row_shift")}
+    # Kernels may want each head's rows to begin at a multiple; others leave the end unused.
+    rows = (launch.batch, launch.q_heads, -(-launch.q_len // MOST_ROW_MULTIPLE) * MOST_ROW_MULTIPLE)
+    names = ("delta", "row_shift", *["row_tail"] * ("logsumexp_tail" in launch.tensors))
+    outputs = {name: query.new_empty(rows, dtype=dtype) for name in names}
     outputs |= {f"grad_{name}": _like(launch.tensors[name]) for name in sorted(wanted.inputs)}
     sums = torch.int64 if wanted.deterministic else dtype
     for name in sorted(wanted.buffers):

@@ -33,6 +33,7 @@ class DeltaHoles:
     accumulator: str
     has_grad_logsumexp: bool
     log2_e: str
+    shift: str
 
 
 def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: BackwardPlan) -> KernelSource:
@@ -107,6 +108,7 @@ def emit_delta(plan: DeltaPlan) -> KernelSource:
     tensors = {"output": dtype, "grad_output": dtype, "logsumexp": accumulator}
     tensors |= {"grad_logsumexp": accumulator} if plan.has_grad_logsumexp else {}
     tensors |= {"delta": accumulator, "row_shift": accumulator}
+    tensors |= dict.fromkeys(("logsumexp_tail", "row_tail"), accumulator) if plan.rows.writes_tail else {}
     args = [Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(kind), True) for name, kind in tensors.items()]
     strided = ["output", "grad_output", *["grad_logsumexp"] * plan.has_grad_logsumexp]
     for name in strided:
@@ -123,6 +125,7 @@ def emit_delta(plan: DeltaPlan) -> KernelSource:
         accumulator=type_name(accumulator),
         has_grad_logsumexp=plan.has_grad_logsumexp,
         log2_e=repr(LOG2_E),
+        shift="logsumexp * LOG2_E" if plan.rows.BASE_2 else "logsumexp",
     )
     text = wrap_long_lines(render("triton/backward_delta.py.jinja", header=delta_header(plan), plan=plan, holes=holes))
     return KernelSource(text, "backward_delta", tuple(args), (), kernel_key(Mods(), Origins(), plan))

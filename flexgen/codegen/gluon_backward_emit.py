@@ -85,6 +85,8 @@ def _variables(plan: GluonBackwardPlan, holes: GluonBackwardHoles) -> list[Varia
         Variable("QK_HEAD_DIM_ROUNDED", str(plan.QK_HEAD_DIM_ROUNDED)),
         Variable("V_HEAD_DIM_ROUNDED", str(plan.V_HEAD_DIM_ROUNDED)),
     ]
+    comment = "each head's values of rows begin at a multiple, as the copy engine wants"
+    found.append(Variable("ROW_MULTIPLE", str(plan.rows.ROW_MULTIPLE), comment))
     found += [Variable(total.exact, str(getattr(plan, total.exact))) for total in holes.sums if total.padded]
     if holes.listed:
         found.append(Variable(holes.own.sparse, str(getattr(plan, holes.own.sparse))))
@@ -105,6 +107,6 @@ def _numbers(plan: GluonBackwardPlan, holes: GluonBackwardHoles) -> list[Variabl
         found.append(Variable("SM_SCALE", repr(plan.SM_SCALE), "the softmax scale"))
     if plan.FOLD_SCALE and plan.SM_SCALE is not None:
         found.append(Variable("SCALE_LOG2_E", repr(plan.SM_SCALE * LOG2_E), "log2(e) times the softmax scale"))
-    if not plan.FOLD_SCALE or holes.shift_scale:
+    if not plan.FOLD_SCALE:
         found.append(Variable("LOG2_E", repr(LOG2_E), "weights are computed in base 2"))
     return found

@@ -67,6 +67,7 @@ class GluonBackwardHoles:
     walked: Side
     walk: str
     walk_name: str
+    past_lists: bool
     walk_params: tuple[str, ...]
     lists: str
     listed: bool
@@ -91,7 +92,6 @@ class GluonBackwardHoles:
     tile: str
     scale: str
     scale_score: bool
-    shift_scale: str
     score_call: str
     needs_mask: str
     needs_mask_params: tuple[str, ...]
@@ -137,9 +137,11 @@ class GluonBackwardText:
         self.own, self.walked = (QUERIES, KEYS) if self.is_dq else (KEYS, QUERIES)
         self.table = plan.schedule.walk is Walk.TABLE
         self.listed = plan.schedule.walk is not Walk.RANGES
-        past_lists = self.table and plan.PIPELINED  # an empty list visits a tile past the end
-        self.checks = mask is not None or plan.WALKED_TAIL or past_lists
-        self.bounds_walked = plan.WALKED_TAIL or past_lists
+        self.past_lists = self.table and plan.PIPELINED  # an empty list visits a tile past the end
+        # What is prepared for rows after the last query makes weights 0, unless a mod turns their scores into NaN.
+        tail = plan.WALKED_TAIL and (self.is_dq or score is not None)
+        self.bounds_walked = tail or self.past_lists
+        self.checks = mask is not None or self.bounds_walked
         interval = plan.live if self.checks else None
         self.live = print_live(interval, context, walked_axis(plan)) if interval is not None else None
         self.mask = mask if self.live is None else None
@@ -162,6 +164,7 @@ class GluonBackwardText:
             own=self.own,
             walked=self.walked,
             walk=WALKS[plan.schedule.walk],
+            past_lists=self.past_lists,
             walk_name="key_tiles" if self.is_dq else "query_tiles",
             walk_params=("b", "h", self.own.start, "Q_LEN", "KV_LEN", *_names(self._range_args())),
             lists=self.walked.axis,
@@ -187,7 +190,6 @@ class GluonBackwardText:
             tile="tile" if self.listed else "hidden(tile)",
             scale=self._scale,
             scale_score=self._scales_score,
-            shift_scale="" if plan.SUBTRACT_FIRST or plan.BASE_2 else " * LOG2_E",
             score_call=self.score.call(score="score", **indices) if self.score else "",
             needs_mask=self.needs_mask,
             needs_mask_params=("step", *self._needs_mask_params()),
@@ -353,7 +355,7 @@ class GluonBackwardText:
 
     def _statistics(self) -> list[str]:
         """Return the tensors of one value a row; the last one is needed later than the others."""
-        tail = ["logsumexp_tail"] * self.plan.SUBTRACT_FIRST
+        tail = ["row_tail"] * self.plan.SUBTRACT_FIRST
         return ["row_shift", *tail, "delta"]
 
     def _described(self) -> list[str]:
@@ -367,7 +369,7 @@ class GluonBackwardText:
 
     def _buffers(self) -> list[str]:
         tiles = {"query": "queries", "grad_output": "grad_outputs", "key": "keys", "value": "values"}
-        rows = {"row_shift": "row_shifts", "logsumexp_tail": "row_tails", "delta": "deltas"}
+        rows = {"row_shift": "row_shifts", "row_tail": "row_tails", "delta": "deltas"}
         return [(tiles | rows)[name] for name in self._described()]
 
     def _produce_params(self) -> Iterable[str]:

@@ -43,7 +43,7 @@ def gluon_backward_header(mods: Mods, plan: GluonBackwardPlan) -> str:
     if masked and plan.live is not None:
         mask = "one unsigned compare of a distance from where live pairs begin, on tiles that are not full"
     pipeline = "yes" if plan.PIPELINED else "no"
-    flags = ("WALKED_TAIL", "SAFE_HEAD_DIM", "FOLD_SCALE", "SUBTRACT_FIRST", "BASE_2", "FAST_TANH", "LONG_ROWS_FIRST")
+    flags = ("WALKED_TAIL", "SAFE_HEAD_DIM", "FOLD_SCALE", "SUBTRACT_FIRST", "FAST_TANH", "LONG_ROWS_FIRST")
     rows = [
         ("score_mod", mods.score.name if mods.score else "none: softmax of scaled products"),
         ("mask_mod", mods.mask.name if mods.mask else "none: every key is live"),

@@ -141,7 +141,8 @@ def program_count(plan: Plan, launch: Launch) -> int:
         tiles = _tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads
         return plan.programs(tiles, processors(launch.device))
     if isinstance(plan, DeltaPlan):
-        return _tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads
+        rows = _tiles(launch.q_len, plan.rows.ROW_MULTIPLE) * plan.rows.ROW_MULTIPLE
+        return _tiles(rows, plan.BLOCK_M) * launch.batch * launch.q_heads
     if isinstance(plan, BackwardGrid):
         if plan.kernel is BackwardKernel.DKDV:
             tiles = _own_tiles(plan, launch.kv_len, plan.BLOCK_N, plan.SPARSE_KV_BLOCK_SIZE)

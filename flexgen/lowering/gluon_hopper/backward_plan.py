@@ -11,7 +11,13 @@ from flexgen.lowering.decision import Decision
 from flexgen.lowering.intervals import Interval
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
-from flexgen.lowering.triton.backward_plan import Accumulation, BackwardKernel, ScatterSite
+from flexgen.lowering.triton.backward_plan import (
+    MOST_ROW_MULTIPLE,
+    Accumulation,
+    BackwardKernel,
+    RowForm,
+    ScatterSite,
+)
 
 
 class Sums(enum.Enum):
@@ -29,6 +35,10 @@ class Sums(enum.Enum):
         return found.get(writes, Sums.KEY_AND_VALUE)
 
 
+# A multiple of every tile, so that a tile reads no other head's rows; the copy engine reads from 16 bytes on.
+ROW_MULTIPLE = MOST_ROW_MULTIPLE
+
+
 @dataclass(frozen=True, slots=True)
 class GluonBackwardPlan:
     """Template variables of a Hopper backward kernel, and what surrounds them.
@@ -44,7 +54,6 @@ class GluonBackwardPlan:
         PIPELINED: a step's products run beside those that add the tile before it; this keeps two tiles in registers.
         FRESH_ADDRESSES: where tiles lie is computed at each step; the compiler would keep it in registers.
         WALKED_TAIL: the last tile walked may reach past the side's length.
-        BASE_2: `row_shift` comes multiplied by log2(e).
         CONSUMER_REGISTERS, PRODUCER_REGISTERS: registers of a thread after the partitions have shared them out.
         maxnreg: registers of a thread at launch.
         live: where what an own row sees is exactly one interval of the walked side, that interval: the mask is then
@@ -84,7 +93,6 @@ class GluonBackwardPlan:
     LONG_ROWS_FIRST: bool
     FOLD_SCALE: bool
     SUBTRACT_FIRST: bool
-    BASE_2: bool
     shared_bytes: int
     live: Interval | None
     schedule: Schedule
@@ -98,6 +106,11 @@ class GluonBackwardPlan:
     def differentiates_scores(self) -> bool:
         """Whether the kernel needs the gradient of each score; the gradient of values needs their weights alone."""
         return self.sums is not Sums.VALUE
+
+    @property
+    def rows(self) -> RowForm:
+        """How the kernel reads the values of rows."""
+        return RowForm(not self.SUBTRACT_FIRST, ROW_MULTIPLE, self.SUBTRACT_FIRST)
 
     @property
     def accumulator_dtype(self) -> torch.dtype:

@@ -95,14 +95,13 @@ def parts_of(question: Question, task: BackwardTask) -> tuple[BackwardTask, ...]
     return (task,)
 
 
-def choose_gluon_backward(question: Question, task: BackwardTask, because: str, *, base_2: bool) -> GluonBackwardPlan:
+def choose_gluon_backward(question: Question, task: BackwardTask, because: str) -> GluonBackwardPlan:
     """Decide every template variable of one kernel; `refusal` has returned None.
 
     Args:
         question: with the backward options, and the schedule of the kernel's own direction.
         task: one of `parts_of`.
         because: why this backend.
-        base_2: every kernel of the backward takes `row_shift` in base 2 where it may.
     """
     answers = Answers()
     answers.add("BACKEND", "GLUON", because)
@@ -111,7 +110,7 @@ def choose_gluon_backward(question: Question, task: BackwardTask, because: str, 
     _decide_tile(question, task, answers)
     choose.decide_table(_with_own_table(question, answers), answers)
     _decide_tail(question, task, answers)
-    _decide_scale(question, answers, base_2=base_2)
+    _decide_scale(question, answers)
     choose.decide_arithmetic(question, answers)
     names = {field.name for field in dataclasses.fields(GluonBackwardPlan)}
     values: dict[str, Any] = {decision.name: decision.value for decision in answers.decisions if decision.name in names}
@@ -338,23 +337,13 @@ def _decide_tail(question: Question, task: BackwardTask, answers: Answers) -> No
     answers.add("WALKED_TAIL", not divisible, because if divisible else f"{length}: {because}")
 
 
-def _decide_scale(question: Question, answers: Answers, *, base_2: bool) -> None:
+def _decide_scale(question: Question, answers: Answers) -> None:
     scale = question.problem.scale
     answers.add("SM_SCALE", scale, "a constant" if scale is not None else "varies between calls: a run-time argument")
     extreme = choose.extreme_reason(question)
     fold = choose.fold(question, prescale=False)
     answers.add("FOLD_SCALE", *(fold if extreme is None else (False, "scores are scaled before the subtraction")))
     answers.add("SUBTRACT_FIRST", extreme is not None, extreme or "scores of moderate size")
-    in_base_2 = base_2 and extreme is None
-    why = (
-        "each kernel of this backward wants it so" if in_base_2 else "scores are subtracted first, or a kernel wants e"
-    )
-    answers.add("BASE_2", in_base_2, why)
-
-
-def takes_base_2(question: Question) -> bool:
-    """Whether these kernels would take `row_shift` in base 2."""
-    return choose.extreme_reason(question) is None
 
 
 def _live_interval(question: Question, task: BackwardTask) -> Interval | None:

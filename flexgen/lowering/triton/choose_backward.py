@@ -9,7 +9,7 @@ from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton import choose
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, BackwardTask, DeltaPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, BackwardTask, DeltaPlan, RowForm
 from flexgen.lowering.triton.backward_tiles import TILE_OPTIONS, BackwardPhysics, preferred
 from flexgen.lowering.triton.choose import Answers, Question
 from flexgen.lowering.triton.tiles import Tile, TileShape, captured_loads
@@ -101,7 +101,7 @@ def _scale(question: Question, answers: Answers) -> None:
 
 
 def choose_delta(
-    problem: Problem, guard: Guard, target: Target, *, has_grad_logsumexp: bool, base_2: bool
+    problem: Problem, guard: Guard, target: Target, *, has_grad_logsumexp: bool, row_form: RowForm
 ) -> DeltaPlan:
     """Decide the plan of the kernel that prepares rows: it only streams, so its tile matters little."""
     rounded = round_up_to_power_of_two(problem.v_head_dim)
@@ -113,7 +113,7 @@ def choose_delta(
         V_HEAD_DIM_ROUNDED=rounded,
         num_warps=4,
         has_grad_logsumexp=has_grad_logsumexp,
-        BASE_2=base_2,
+        rows=row_form,
         dtype=problem.query_dtype,
         accumulator_dtype=problem.accumulator_dtype,
         unit_stride=problem.unit_stride,
