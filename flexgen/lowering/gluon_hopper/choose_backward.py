@@ -71,6 +71,9 @@ SHAPES: dict[Sums, dict[int, tuple[Shape, ...]]] = {
     },
 }
 
+# The first choice where mods are evaluated for each pair, which takes registers of its own.
+BUSY_SHAPES: dict[tuple[Sums, int], Shape] = {(Sums.QUERY, 64): Shape(64, (2, 2), True)}
+
 # Where these kernels were measured to win against plain Triton, and what was measured: by rounded head dim. Elsewhere
 # they are used only where they are asked for.
 VERIFIED_TO_WIN: dict[int, str] = {}
@@ -246,7 +249,10 @@ def _asked_tile(question: Question, task: BackwardTask) -> dict[str, int | None]
 
 
 def _shape(question: Question, task: BackwardTask) -> Shape:
-    shapes = SHAPES[Sums.of(task.writes)][_size_class(question)]
+    sums, head_dim = Sums.of(task.writes), _size_class(question)
+    shapes = SHAPES[sums][head_dim]
+    if (sums, head_dim) in BUSY_SHAPES and _evaluates(question, task):
+        shapes = (BUSY_SHAPES[sums, head_dim], *shapes)
     asked, stages = _asked_tile(question, task)["walked"], question.options.num_stages
     shape = next((shape for shape in shapes if shape.walked == asked), shapes[0])
     walked = asked or shape.walked
@@ -289,7 +295,8 @@ def _decide_tile(question: Question, task: BackwardTask, answers: Answers) -> No
     shape, asked = _shape(question, task), _asked_tile(question, task)
     names = _sides(task, "BLOCK_M", "BLOCK_N")
     answers.add(names[0], OWN_ROWS, f"{CONSUMERS} consumer warpgroups of {WARPGROUP_ROWS} rows")
-    because = "asked for" if asked["walked"] else "what does not spill beside the sums at this head dim"
+    because = "what hardly spills beside the sums at this head dim"
+    because = "asked for" if asked["walked"] else because
     answers.add(names[1], shape.walked, because)
     answers.add("CONSUMERS", CONSUMERS, "what shared memory and registers hold")
     answers.add("num_warps", PROGRAM_WARPS, "a warpgroup; the other partitions' warps are added to it")
@@ -313,12 +320,15 @@ def _fresh_addresses(question: Question, task: BackwardTask) -> tuple[bool, str]
     head_dim = _size_class(question)
     if head_dim == 256:
         return True, "at this head dim descriptors of the own tiles would spill"
-    evaluated = question.mods.score is not None or (
-        question.mods.mask is not None and _live_interval(question, task) is None
-    )
-    if head_dim == 128 and evaluated and Sums.of(task.writes) is Sums.KEY_AND_VALUE:
+    if head_dim == 128 and _evaluates(question, task) and Sums.of(task.writes) is Sums.KEY_AND_VALUE:
         return True, "both sums and what mods compute leave no registers for descriptors"
     return False, "descriptors fit in registers"
+
+
+def _evaluates(question: Question, task: BackwardTask) -> bool:
+    """Whether mods are evaluated for each pair; a mask that is an interval of each row takes next to nothing."""
+    mods = question.mods
+    return mods.score is not None or (mods.mask is not None and _live_interval(question, task) is None)
 
 
 def _with_own_table(question: Question, answers: Answers) -> Question:
