@@ -36,7 +36,10 @@ _BOUND_IN_KERNELS = frozenset(
         "start_copy state states step store_rows swap tile tile_at tiles tiles_per_block tiles_per_head "
         "tiles_per_own_block tiles_per_q_block turn turn_count v_dim value_desc visited wait_for wanted warpgroup "
         "weight wide_kv_head before keep_interval values checked needs_mask inverse in_full past "
-        "log_sum added logsumexp_tail row_tail"
+        "log_sum added logsumexp_tail row_tail "
+        "blocks deltas differentiate dim first_row free fresh hidden kv_tile line_of_blocks live_queries own_full "
+        "own_start q_width row_at row_offset row_shifts row_tails rows_before rows_of_head wait_filled wait_free weigh "
+        "weight_operand"
     ).split()
 )
 _PRELUDE = frozenset(

@@ -28,6 +28,7 @@ CONSUMERS = 2
 OWN_ROWS = CONSUMERS * WARPGROUP_ROWS
 WALKED_SIZES = (32, 64, 128)
 REGISTERS = (168, 240, 24)  # of a thread at launch, of a consumer's, and of the producer's: 384 threads share 64 Ki
+MEASURED = "measured on H200"
 BARRIER_BYTES = 1024  # barriers and alignment of the tiles: an upper bound
 
 
@@ -47,16 +48,16 @@ class Shape:
 
 
 # By rounded head dim: the first choice, then what BLOCK_M1 (queries of dK, dV) or BLOCK_N2 (keys of dQ) may choose
-# instead. What hardly spills, compiled offline: the sums, a tile of scores and one of their gradients share a thread's
-# 240 registers, where pipelined with both of the tile before in half precision. Products with 32 wait for memory.
+# instead. The sums, a tile of scores and one of their gradients share a thread's 240 registers, where pipelined with
+# both of the tile before in half precision. Large tiles won on H200, also where they leave no room for that.
 SHAPES: dict[Sums, dict[int, tuple[Shape, ...]]] = {
     Sums.QUERY: {
         64: (Shape(128, (2, 2), True), Shape(64, (2, 2), True)),
-        128: (Shape(64, (2, 2), True), Shape(128, (2, 2), False)),
+        128: (Shape(128, (2, 2), False), Shape(64, (2, 2), True)),
         256: (Shape(64, (2, 1), True), Shape(32, (2, 2), True)),
     },
     Sums.KEY_AND_VALUE: {
-        64: (Shape(64, (2, 2), True), Shape(128, (2, 2), False)),
+        64: (Shape(128, (2, 2), False), Shape(64, (2, 2), True)),
         128: (Shape(64, (2, 2), False), Shape(32, (2, 2), True)),
     },
     Sums.KEY: {
@@ -72,11 +73,32 @@ SHAPES: dict[Sums, dict[int, tuple[Shape, ...]]] = {
 }
 
 # The first choice where mods are evaluated for each pair, which takes registers of its own.
-BUSY_SHAPES: dict[tuple[Sums, int], Shape] = {(Sums.QUERY, 64): Shape(64, (2, 2), True)}
+BUSY_SHAPES: dict[tuple[Sums, int], Shape] = {
+    (Sums.QUERY, 64): Shape(64, (2, 2), True),
+    (Sums.KEY_AND_VALUE, 64): Shape(64, (2, 2), True),
+}
 
-# Where these kernels were measured to win against plain Triton, and what was measured: by rounded head dim. Elsewhere
-# they are used only where they are asked for.
-VERIFIED_TO_WIN: dict[int, str] = {}
+
+@dataclass(frozen=True, slots=True)
+class Win:
+    """What these kernels gain over plain Triton, and on which rows.
+
+    Attributes:
+        gain: how many times as fast, as text.
+        least_keys: a query visits at least so many keys; None: only rows that the mask does not bound.
+    """
+
+    gain: str
+    least_keys: int | None
+
+
+# Where these kernels are the default, by rounded head dim; elsewhere they are used where they are asked for. H200,
+# bf16, S = 8192, against plain Triton in interleaved rounds (benchmarks.gluon_check --backward), key ranges alone:
+# listed blocks and ranges that are reduced over rows are right, but were not measured to win.
+VERIFIED_TO_WIN: dict[int, Win] = {
+    128: Win("1.1 to 1.6", None),
+    256: Win("1.7 to 2.0", 1024),
+}
 
 
 def refusal(question: Question, task: BackwardTask) -> str | None:
@@ -88,7 +110,18 @@ def refusal(question: Question, task: BackwardTask) -> str | None:
 
 def verified_to_win(question: Question, task: BackwardTask) -> str | None:
     """Return the measurement for which these kernels are the default for a task; None where there is none."""
-    return VERIFIED_TO_WIN.get(_size_class(question))
+    win = VERIFIED_TO_WIN.get(_size_class(question))
+    if win is None or question.schedule.walk is not Walk.RANGES:
+        return None
+    keys = question.facts.kv.segments
+    if any(bound.reduce for segment in keys for bound in segment.bounds):
+        return None
+    visited = choose.keys_visited(dataclasses.replace(question.schedule, segments=keys))
+    if visited is not None and (win.least_keys is None or visited < win.least_keys):
+        return None
+    rows = "most keys" if visited is None else f"about {visited} keys"
+    gain = f"{win.gain} times as fast as plain Triton at head dim {_size_class(question)}"
+    return f"{gain}, where a row visits {rows} ({MEASURED})"
 
 
 def parts_of(question: Question, task: BackwardTask) -> tuple[BackwardTask, ...]:
@@ -295,7 +328,7 @@ def _decide_tile(question: Question, task: BackwardTask, answers: Answers) -> No
     shape, asked = _shape(question, task), _asked_tile(question, task)
     names = _sides(task, "BLOCK_M", "BLOCK_N")
     answers.add(names[0], OWN_ROWS, f"{CONSUMERS} consumer warpgroups of {WARPGROUP_ROWS} rows")
-    because = "what hardly spills beside the sums at this head dim"
+    because = f"{MEASURED} for this head dim, or what does not spill where mods are evaluated"
     because = "asked for" if asked["walked"] else because
     answers.add(names[1], shape.walked, because)
     answers.add("CONSUMERS", CONSUMERS, "what shared memory and registers hold")
@@ -317,11 +350,11 @@ def _decide_tile(question: Question, task: BackwardTask, answers: Answers) -> No
 
 def _fresh_addresses(question: Question, task: BackwardTask) -> tuple[bool, str]:
     """Whether addresses of tiles are computed at each step: the compiler would keep them, and spill what it keeps."""
-    head_dim = _size_class(question)
+    head_dim, sums = _size_class(question), Sums.of(task.writes)
     if head_dim == 256:
         return True, "at this head dim descriptors of the own tiles would spill"
-    if head_dim == 128 and _evaluates(question, task) and Sums.of(task.writes) is Sums.KEY_AND_VALUE:
-        return True, "both sums and what mods compute leave no registers for descriptors"
+    if head_dim == 128 and sums in (Sums.KEY_AND_VALUE, Sums.QUERY) and _evaluates(question, task):
+        return True, "sums and what mods compute leave no registers for descriptors"
     return False, "descriptors fit in registers"
 
 
