@@ -138,7 +138,7 @@ class Attention:
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_k: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,  # no float, of which torch.compile makes a symbol
         generator: torch.Generator | None = None,
         validate: bool = False,
     ) -> Any:
@@ -365,7 +365,7 @@ class Attention:
         block_table: Any = None,
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_k: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,
     ) -> Lowered:
         """Lower for the given tensors without running; they may be real, meta or fake.
 

@@ -8,7 +8,8 @@ from flexgen.ir.simplify import Simplified
 from flexgen.lowering.blocks import BlockRule
 from flexgen.lowering.decision import Decision
 from flexgen.lowering.facts import MaskFacts
-from flexgen.lowering.triton.backward_plan import BackwardPlan
+from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
+from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 
 _WIDTH = 100
@@ -36,7 +37,7 @@ def explain(plan: ForwardPlan, facts: MaskFacts, simplified: Simplified, rule: B
     return "\n\n".join(sections) + "\n"
 
 
-def explain_backward(name: str, plan: BackwardPlan) -> str:
+def explain_backward(name: str, plan: AnyBackwardPlan | GluonBackwardPlan) -> str:
     """Return the report of one backward kernel as text."""
     sections = [
         f"{name} kernel for {plan.target.name}",
@@ -46,7 +47,7 @@ def explain_backward(name: str, plan: BackwardPlan) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _schedule(plan: ForwardPlan | BackwardPlan) -> str:
+def _schedule(plan: WalkPlan | GluonBackwardPlan) -> str:
     schedule = plan.schedule
     return "\n".join([f"{schedule.walk.value}: {schedule.because}", *(s.because for s in schedule.segments)])
 

@@ -10,11 +10,11 @@ from flexgen.codegen.source import KernelSource, line_map_text
 from flexgen.explain import explain, explain_backward
 from flexgen.ir.grad_text import print_score_grad
 from flexgen.ir.text import print_mods
-from flexgen.lowering.triton.backward_plan import Accumulation, BackwardPlan, DeltaPlan
+from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
+from flexgen.lowering.triton.backward_plan import Accumulation, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.pipeline import BackwardKernels, ForwardKernel, TableKernel, Understood
 from flexgen.runtime.compile_job import CompileJob
-from flexgen.work import WalkPlan
 
 if TYPE_CHECKING:
     from flexgen.runtime.build import Binary
@@ -35,20 +35,20 @@ class LoweredBackward:
     tables: tuple[TableKernel | None, ...]
 
     @property
-    def passes(self) -> dict[str, tuple[KernelSource, DeltaPlan | BackwardPlan]]:
+    def passes(self) -> dict[str, tuple[KernelSource, DeltaPlan | AnyBackwardPlan]]:
         """Source and plan of each kernel by name, in the order in which they run."""
-        return {"backward_delta": self.kernels.delta} | {_pass_name(p): (s, p) for s, p in self.kernels.passes}
+        return {"backward_delta": self.kernels.delta} | {_pass_name(s, p): (s, p) for s, p in self.kernels.passes}
 
     @property
     def sources(self) -> dict[str, KernelSource]:
         """Emitted modules by name: of each kernel, and of those that derive its block table."""
-        names = [_pass_name(plan) for _, plan in self.kernels.passes]
+        names = [_pass_name(*one) for one in self.kernels.passes]
         derived = {f"{name}_block_table": t.source.fill for name, t in zip(names, self.tables, strict=True) if t}
         return derived | {name: source for name, (source, _) in self.passes.items()}
 
 
-def _pass_name(plan: BackwardPlan) -> str:
-    return plan.kernel.value + ("_measure" if plan.accumulation is Accumulation.MEASURE else "")
+def _pass_name(source: KernelSource, plan: AnyBackwardPlan) -> str:
+    return source.entry + ("_measure" if plan.accumulation is Accumulation.MEASURE else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ class Lowered:
 
     @property
     def source(self) -> dict[str, str]:
-        """Emitted text by name: "forward", "block_table", "backward_delta", "backward_dq", "backward_dkdv".
+        """Emitted text by name: "forward", "block_table", "backward_delta", "backward_dq", "backward_dkdv"
+        (where keys and values have a kernel each, "backward_dk" and "backward_dv").
 
         The kernels that derive a backward kernel's table go by its name with "_block_table".
         """
@@ -94,7 +95,7 @@ class Lowered:
         rule = self.understood.rule if self.table else None
         report = explain(self.plan, self.understood.facts, self.understood.simplified, rule)
         backward = self.backward.kernels.passes if self.backward else ()
-        return "\n".join([report, *(explain_backward(_pass_name(plan), plan) for _, plan in backward)])
+        return "\n".join([report, *(explain_backward(_pass_name(*one), one[1]) for one in backward)])
 
     @property
     def stages(self) -> list[tuple[str, str]]:
@@ -143,7 +144,7 @@ class Lowered:
         source, plan, divisible = self._kernel(entry)
         return CompileJob(source, plan.target, tuple(plan.compile_options.items()), divisible)
 
-    def _kernel(self, entry: str) -> tuple[KernelSource, ForwardPlan | DeltaPlan | BackwardPlan, frozenset[int]]:
+    def _kernel(self, entry: str) -> tuple[KernelSource, ForwardPlan | DeltaPlan | AnyBackwardPlan, frozenset[int]]:
         if entry == "forward":
             return self.forward.source, self.plan, self.divisible
         passes = self.backward.passes if self.backward else {}

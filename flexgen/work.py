@@ -16,11 +16,9 @@ import torch
 from flexgen.ir.graph import Axis, Node, topological
 from flexgen.ir.score_grad import ScoreGrad
 from flexgen.lowering.chips import Chip
-from flexgen.lowering.gluon_hopper.plan import GluonPlan
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan
-from flexgen.lowering.triton.plan import ForwardPlan
-
-WalkPlan = ForwardPlan | GluonPlan | BackwardPlan  # of the kernels that walk tiles
+from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
+from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel
 
 
 class Sizes(Protocol):
@@ -155,7 +153,7 @@ def predict_work(
     pairs = visited.tiles * plan.BLOCK_M * plan.BLOCK_N
     flops = pairs * _flops_of_a_pair(plan, plan.QK_HEAD_DIM_ROUNDED, plan.V_HEAD_DIM_ROUNDED)
     exponentials = pairs * (1 + functions)
-    if not isinstance(plan, BackwardPlan):
+    if not isinstance(plan, AnyBackwardPlan):
         exponentials += visited.tiles * plan.BLOCK_M  # what the sums so far are scaled by
     moved = _memory_bytes(plan, sizes, visited) | ({"captured": captured_bytes} if captured_bytes else {})
     chip = plan.target.chip
@@ -178,7 +176,7 @@ def predict_work(
 
 def _flops_of_a_pair(plan: WalkPlan, qk: int, v: int) -> int:
     """Return what the kernel's matrix products take for one pair."""
-    if not isinstance(plan, BackwardPlan):
+    if not isinstance(plan, AnyBackwardPlan):
         return 2 * (qk + v)
     products = qk  # the scores, computed again
     if plan.differentiates_scores:
@@ -190,7 +188,7 @@ def _flops_of_a_pair(plan: WalkPlan, qk: int, v: int) -> int:
 def _memory_bytes(plan: WalkPlan, sizes: Sizes, visited: Visited) -> dict[str, int]:
     size, statistic = plan.query_dtype.itemsize, 4
     rows, keys = sizes.B * sizes.Hq * sizes.Lq, sizes.B * sizes.Hkv * sizes.Lk
-    if not isinstance(plan, BackwardPlan):
+    if not isinstance(plan, AnyBackwardPlan):
         moved = {
             "query": rows * sizes.Dqk * size,
             "key": visited.read_rows * sizes.Dqk * size,
@@ -218,7 +216,7 @@ def _memory_bytes(plan: WalkPlan, sizes: Sizes, visited: Visited) -> dict[str, i
 def _matrix_rate(plan: WalkPlan, chip: Chip | None) -> float:
     """Return the rate of the plan's matrix products on a whole chip."""
     assert chip is not None
-    if plan.query_dtype.itemsize < 4:
+    if plan.query_dtype.itemsize < 4 or isinstance(plan, GluonBackwardPlan):
         return chip.half
     precision = {"tf32": chip.tf32, "tf32x3": chip.tf32 / 3}
     return precision.get(plan.FLOAT32_PRECISION, chip.float32)
@@ -247,7 +245,7 @@ def special_functions(plan: WalkPlan, score: Node | None, grad: ScoreGrad | None
         grad: its gradients, for a backward kernel.
     """
     roots = [] if score is None else [score]
-    if grad is not None and isinstance(plan, BackwardPlan) and plan.differentiates_scores:
+    if grad is not None and isinstance(plan, AnyBackwardPlan) and plan.differentiates_scores:
         roots.append(grad.dscore)
     fast = _SPECIAL | ({"tanh": 1} if plan.FAST_TANH else {})
     return sum(fast.get(node.op, 0) for node in topological(*roots) if _of_pairs(node))

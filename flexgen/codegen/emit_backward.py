@@ -33,6 +33,8 @@ class DeltaHoles:
     grad_output_address: str
     accumulator: str
     has_grad_logsumexp: bool
+    log2_e: str
+    shift: str
 
 
 def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: BackwardPlan) -> KernelSource:
@@ -114,6 +116,7 @@ def emit_delta(plan: DeltaPlan) -> KernelSource:
     tensors = {"output": dtype, "grad_output": dtype, "logsumexp": accumulator}
     tensors |= {"grad_logsumexp": accumulator} if plan.has_grad_logsumexp else {}
     tensors |= {"delta": accumulator, "row_shift": accumulator}
+    tensors |= dict.fromkeys(("logsumexp_tail", "row_tail"), accumulator) if plan.rows.writes_tail else {}
     args = [Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(kind), True) for name, kind in tensors.items()]
     strided = ["output", "grad_output", *["grad_logsumexp"] * plan.has_grad_logsumexp]
     for name in strided:
@@ -129,6 +132,8 @@ def emit_delta(plan: DeltaPlan) -> KernelSource:
         grad_output_address=_row_address("grad_output", plan, unit="grad_output" in plan.unit_stride),
         accumulator=type_name(accumulator),
         has_grad_logsumexp=plan.has_grad_logsumexp,
+        log2_e=repr(LOG2_E),
+        shift="logsumexp * LOG2_E" if plan.rows.BASE_2 else "logsumexp",
     )
     module = render_module("triton/backward_delta.py.jinja", header=delta_header(plan), plan=plan, holes=holes)
     key = kernel_key(Mods(), Origins(), plan)

@@ -33,7 +33,7 @@ def emit_gluon(mods: Mods, origins: Origins, plan: GluonPlan) -> KernelSource:
     text = GluonText(plan, score, mask, context)
     holes = text.holes()
     used = [mod for mod in (score, text.mask) if mod is not None]
-    printed = [_in_gluon(mod) for mod in used]
+    printed = [in_gluon(mod) for mod in used]
     functions = [*_prelude(used, holes, text), *("\n".join(line.text for line in mod.lines) for mod in printed)]
     module = render_module(
         f"gluon_hopper/{TEMPLATES[plan.template]}.py.jinja",
@@ -55,7 +55,8 @@ def _print_score(fold: ScoreFold, origins: Origins, context: PrintContext) -> Pr
     return print_function("score_mod", doc, inputs, fold.graph.root, fold.origins(origins), context, torch.float32)
 
 
-def _in_gluon(mod: PrintedMod) -> PrintedMod:
+def in_gluon(mod: PrintedMod) -> PrintedMod:
+    """Return a printed mod in Gluon's words."""
     return replace(mod, lines=tuple(PrintedLine(translate(line.text), line.span) for line in mod.lines))
 
 

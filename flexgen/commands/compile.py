@@ -14,8 +14,8 @@ from flexgen.commands.resource_report import instruction_lines, resource_lines
 from flexgen.commands.subject import Subject, choose_target, load_subject
 from flexgen.errors import FlexgenError, OptionError
 from flexgen.lowered import Lowered
+from flexgen.lowering.plans import WalkPlan
 from flexgen.lowering.triton.backward_plan import DeltaPlan
-from flexgen.work import WalkPlan
 
 EXAMPLES = """\
   flexgen compile causal.py                      compile for this machine's GPU, or sm_90
@@ -50,9 +50,10 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     lowered = subject.lower(target, backward=arguments.backward)
     match arguments.dump_code:
         case None:
+            built = [build_offline(lowered, entry) for entry in lowered.entries]
             console.line(Span(f"{subject.name} for {lowered.plan.target.name}", "bold"))
-            for entry in lowered.entries:
-                _sum_up(subject, build_offline(lowered, entry), console)
+            for each in built:
+                _sum_up(subject, each, console)
         case where if where == STDOUT:
             for source in lowered.source.values():
                 console.code(source)

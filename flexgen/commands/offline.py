@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from flexgen.errors import FlexgenError, OptionError
 from flexgen.lowered import Lowered
 from flexgen.lowering.occupancy import Occupancy, occupancy
+from flexgen.lowering.plans import WalkPlan
 from flexgen.lowering.triton.backward_plan import DeltaPlan
-from flexgen.work import WalkPlan
 
 if TYPE_CHECKING:
     from flexgen.runtime.build import Binary

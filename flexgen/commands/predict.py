@@ -16,8 +16,8 @@ from flexgen.commands.tile_map_ranges import packed_heads
 from flexgen.commands.tile_pairs import count_in_tiles
 from flexgen.ir.graph import Axis
 from flexgen.lowered import Lowered
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan
-from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel
 from flexgen.work import Visited, Work, predict_work, special_functions
 
 # Beyond these, what is counted stands for the rest too, and the report says so.
@@ -44,11 +44,11 @@ def predict(subject: Subject, lowered: Lowered) -> tuple[Work, ...]:
     mask = mask_subject(subject, Place())
     score = lowered.understood.mods.score
     root = score.root if score else None
-    kernels: list[tuple[str, ForwardPlan | BackwardPlan]] = [("forward", lowered.plan)]
+    kernels: list[tuple[str, WalkPlan]] = [("forward", lowered.plan)]
     backward = lowered.backward
     if backward is not None:
         passes = backward.passes.items()
-        kernels += [(name, plan) for name, (_, plan) in passes if isinstance(plan, BackwardPlan)]
+        kernels += [(name, plan) for name, (_, plan) in passes if isinstance(plan, AnyBackwardPlan)]
     grad = backward.kernels.score_grad if backward else None
     works = []
     for name, plan in kernels:
@@ -58,7 +58,7 @@ def predict(subject: Subject, lowered: Lowered) -> tuple[Work, ...]:
     return tuple(works)
 
 
-def count_visited(mask: MaskSubject, plan: ForwardPlan | BackwardPlan, lowered: Lowered) -> Visited:
+def count_visited(mask: MaskSubject, plan: WalkPlan, lowered: Lowered) -> Visited:
     """Count what a kernel visits over all batches and heads: once where the mask is the same for each."""
     shape, packed = mask.shape, packed_heads(plan)
     if 0 in (shape.B, shape.Hq, shape.Lq, shape.Lk):
@@ -81,8 +81,8 @@ def count_visited(mask: MaskSubject, plan: ForwardPlan | BackwardPlan, lowered: 
     )
 
 
-def _walks_queries(plan: ForwardPlan | BackwardPlan) -> bool:
-    return isinstance(plan, BackwardPlan) and plan.kernel is BackwardKernel.DKDV
+def _walks_queries(plan: WalkPlan) -> bool:
+    return isinstance(plan, AnyBackwardPlan) and plan.kernel is BackwardKernel.DKDV
 
 
 def _places(mask: MaskSubject) -> list[Place]:
@@ -100,7 +100,7 @@ def _spread(places: list[Place]) -> list[Place]:
     return [places[number * len(places) // MOST_PLACES] for number in range(MOST_PLACES)]
 
 
-def _count(mask: MaskSubject, plan: ForwardPlan | BackwardPlan, lowered: Lowered) -> _Counted:
+def _count(mask: MaskSubject, plan: WalkPlan, lowered: Lowered) -> _Counted:
     rows, columns = max(plan.BLOCK_M // packed_heads(plan), 1), plan.BLOCK_N
     visits = visit_tiles(mask, plan, lowered.understood.rule, rows)
     row_lengths, column_lengths = lengths(mask.shape.Lq, rows), lengths(mask.shape.Lk, columns)

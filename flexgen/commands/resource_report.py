@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flexgen.commands.offline import Built
+from flexgen.lowering.plans import WalkPlan
 from flexgen.lowering.triton.backward_plan import DeltaPlan
 from flexgen.runtime.machine_code import EXPONENTIAL, LOAD, LOCAL, MATRIX, STORE, Opcodes
-from flexgen.work import WalkPlan
 
 
 def resource_lines(built: Built) -> list[tuple[str, str]]:

@@ -8,13 +8,14 @@ from flexgen.commands.console import Console, Span, wrapped
 from flexgen.commands.offline import Built
 from flexgen.commands.resource_report import tile_sizes
 from flexgen.commands.sweep import settings_text
+from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
 from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
+from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel, DeltaPlan
 from flexgen.lowering.triton.backward_tiles import TILE_OPTIONS
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.machine_code import LOCAL
 from flexgen.tuning.settings import Settings
-from flexgen.work import WalkPlan
 
 LINES_SHOWN = 5
 _ADDRESSABLE = {"cuda": 255, "hip": 512}  # registers of a thread that instructions can name
@@ -63,7 +64,8 @@ def held_values(plan: WalkPlan) -> Mapping[str, int]:
     if isinstance(plan, GluonPlan):
         threads, rows = 4 * plan.target.warp_size, WARPGROUP_ROWS
         return {"acc": rows * plan.V_HEAD_DIM_ROUNDED // threads, "score": rows * plan.BLOCK_N // threads}
-    threads = plan.num_warps * plan.target.warp_size
+    warps = 4 * plan.CONSUMERS if isinstance(plan, GluonBackwardPlan) else plan.num_warps  # of them that compute
+    threads = warps * plan.target.warp_size
     score = plan.BLOCK_M * plan.BLOCK_N // threads
     if isinstance(plan, ForwardPlan):
         return {"acc": plan.BLOCK_M * plan.V_HEAD_DIM_ROUNDED // threads, "score": score}
@@ -74,7 +76,7 @@ def held_values(plan: WalkPlan) -> Mapping[str, int]:
             "grad_key": plan.BLOCK_N * plan.QK_HEAD_DIM_ROUNDED // threads * plan.WRITE_GRAD_KEY,
             "grad_value": plan.BLOCK_N * plan.V_HEAD_DIM_ROUNDED // threads * plan.WRITE_GRAD_VALUE,
         }
-    return sums | {"weight": score, "grad_score": score}
+    return sums | {"weight": score} | ({"grad_score": score} if plan.differentiates_scores else {})
 
 
 def _register_limit(built: Built) -> int:
@@ -107,9 +109,9 @@ def steps(plan: WalkPlan | DeltaPlan) -> list[Settings]:
     """Return settings that change one option of a kernel by one step."""
     if isinstance(plan, DeltaPlan):
         return []
-    prefix = "bwd_" if isinstance(plan, BackwardPlan) else "fwd_"
+    prefix = "bwd_" if isinstance(plan, AnyBackwardPlan) else "fwd_"
     own = {"BLOCK_M": "BLOCK_M", "BLOCK_N": "BLOCK_N"}
-    blocks = TILE_OPTIONS[plan.kernel] if isinstance(plan, BackwardPlan) else own
+    blocks = TILE_OPTIONS[plan.kernel] if isinstance(plan, AnyBackwardPlan) else own
     found: list[Settings] = []
     for option, block in blocks.items():
         size = getattr(plan, block)

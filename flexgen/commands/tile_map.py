@@ -14,9 +14,8 @@ from flexgen.commands.tile_map_table import listed_blocks
 from flexgen.commands.tile_pairs import count_in_tiles
 from flexgen.errors import InternalError
 from flexgen.lowering.blocks import BlockRule
+from flexgen.lowering.plans import WalkPlan
 from flexgen.lowering.schedule import Walk
-from flexgen.lowering.triton.backward_plan import BackwardPlan
-from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.mask_counts import MaskGrid, count_live_entries
 from flexgen.runtime.mask_evaluation import Mod
 
@@ -78,9 +77,7 @@ class TileMap:
         return self.count(live=Live.EMPTY) - self.count(Visit.SKIPPED, Live.EMPTY)
 
 
-def map_tiles(
-    mask: MaskSubject, plan: ForwardPlan | BackwardPlan, rule: BlockRule | None, every_pair: int = EVERY_PAIR
-) -> TileMap:
+def map_tiles(mask: MaskSubject, plan: WalkPlan, rule: BlockRule | None, every_pair: int = EVERY_PAIR) -> TileMap:
     """Return the tiles of one (batch, query head).
 
     Args:
@@ -125,7 +122,7 @@ def lengths(length: int, tile: int) -> Tensor:
     return (length - torch.arange(0, length, tile)).clamp(max=tile)
 
 
-def visit_tiles(mask: MaskSubject, plan: ForwardPlan | BackwardPlan, rule: BlockRule | None, rows: int) -> Tensor:
+def visit_tiles(mask: MaskSubject, plan: WalkPlan, rule: BlockRule | None, rows: int) -> Tensor:
     """Return int8 [query tiles, key tiles], values of Visit, of tiles of `rows` queries."""
     if plan.schedule.walk is Walk.DERIVED and rule is not None:
         visited, unmasked = _of_table(mask, plan, rule, rows)
@@ -134,7 +131,7 @@ def visit_tiles(mask: MaskSubject, plan: ForwardPlan | BackwardPlan, rule: Block
     return (visited.char() + unmasked.char()).contiguous()
 
 
-def _of_table(mask: MaskSubject, plan: ForwardPlan | BackwardPlan, rule: BlockRule, rows: int) -> tuple[Tensor, Tensor]:
+def _of_table(mask: MaskSubject, plan: WalkPlan, rule: BlockRule, rows: int) -> tuple[Tensor, Tensor]:
     """Cut the blocks of a table in tiles."""
     blocks = listed_blocks(rule, plan, mask)
     high, wide = plan.SPARSE_Q_BLOCK_SIZE // rows, plan.SPARSE_KV_BLOCK_SIZE // plan.BLOCK_N

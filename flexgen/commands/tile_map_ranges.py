@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flexgen.commands.mask_subject import MaskSubject
 from flexgen.lowering.bounds import Bound, SegmentBounds
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan
-from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Side:
         return -(-self.length // self.tile)
 
 
-def packed_heads(plan: ForwardPlan | BackwardPlan) -> int:
+def packed_heads(plan: WalkPlan) -> int:
     """Return how many query heads share a tile's rows."""
-    return 1 if isinstance(plan, BackwardPlan) else plan.index_map.packed_heads
+    return 1 if isinstance(plan, AnyBackwardPlan) else plan.index_map.packed_heads
 
 
 class RangeWalk:
@@ -39,9 +39,9 @@ class RangeWalk:
         rows: queries of a tile.
     """
 
-    def __init__(self, plan: ForwardPlan | BackwardPlan, mask: MaskSubject, rows: int) -> None:
+    def __init__(self, plan: WalkPlan, mask: MaskSubject, rows: int) -> None:
         self._schedule, self._mask = plan.schedule, mask
-        self._walks_queries = isinstance(plan, BackwardPlan) and plan.kernel is BackwardKernel.DKDV
+        self._walks_queries = isinstance(plan, AnyBackwardPlan) and plan.kernel is BackwardKernel.DKDV
         queries, keys = Side("q", mask.shape.Lq, rows), Side("kv", mask.shape.Lk, plan.BLOCK_N)
         self._own, self._walked = (keys, queries) if self._walks_queries else (queries, keys)
         packed = packed_heads(plan)

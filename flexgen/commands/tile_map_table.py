@@ -12,8 +12,8 @@ from flexgen.commands.mask_subject import MaskSubject, Place
 from flexgen.commands.tile_pairs import count_in_tiles
 from flexgen.ir.graph import Axis, Node
 from flexgen.lowering.blocks import BlockRule
+from flexgen.lowering.plans import WalkPlan
 from flexgen.lowering.table_plan import drops_empty, table_axes
-from flexgen.lowering.triton.backward_plan import BackwardPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.problem import TableForm
 from flexgen.runtime.table_cache import MAX_BLOCKS
@@ -52,7 +52,7 @@ class TableSummary:
     most_bytes: int
 
 
-def listed_blocks(rule: BlockRule, plan: ForwardPlan | BackwardPlan, mask: MaskSubject) -> ListedBlocks:
+def listed_blocks(rule: BlockRule, plan: WalkPlan, mask: MaskSubject) -> ListedBlocks:
     """Classify every block at the mask's place."""
     rows, columns = (_inputs(rule, plan, mask, axis) for axis in (Axis.Q, Axis.KV))
     counts = (len(rows["q_lo"]), len(columns["kv_lo"]))
@@ -93,7 +93,7 @@ def summarise_table(rule: BlockRule, plan: ForwardPlan, mask: MaskSubject) -> Ta
     )
 
 
-def derived_form(plan: ForwardPlan | BackwardPlan) -> TableForm:
+def derived_form(plan: WalkPlan) -> TableForm:
     """Return the form of the derived table that a plan walks."""
     return TableForm(plan.SPARSE_Q_BLOCK_SIZE, plan.SPARSE_KV_BLOCK_SIZE, True, derived=True)
 
@@ -105,7 +105,7 @@ def _nbytes(plan: ForwardPlan, mask: MaskSubject, tables: int, capacity: int) ->
     return (3 * rows * tables + columns + capacity) * _ENTRY_BYTES + _COUNT_BYTES
 
 
-def _inputs(rule: BlockRule, plan: ForwardPlan | BackwardPlan, mask: MaskSubject, axis: Axis) -> dict[str, Tensor]:
+def _inputs(rule: BlockRule, plan: WalkPlan, mask: MaskSubject, axis: Axis) -> dict[str, Tensor]:
     """Return what the rule reads of one axis, a value for each of its blocks."""
     side, length, size = (
         ("q", mask.shape.Lq, plan.SPARSE_Q_BLOCK_SIZE)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexgen.lowered import Lowered
-from flexgen.lowering.gluon_hopper.plan import GluonPlan
+from flexgen.lowering.plans import AnyBackwardPlan, AnyForwardPlan
 from flexgen.lowering.rounding import round_up_to_power_of_two
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.tuning.settings import Settings
 
@@ -44,7 +44,7 @@ def groups(lowered: Lowered, direction: TunedDirection, query_rows: int) -> tupl
     return (tiles, Group("other options", tuple(_forward_flags(plan))))
 
 
-def _forward_tiles(plan: ForwardPlan | GluonPlan, query_rows: int) -> Iterator[Settings]:
+def _forward_tiles(plan: AnyForwardPlan, query_rows: int) -> Iterator[Settings]:
     most = max(round_up_to_power_of_two(max(query_rows, 1)), _ROWS[0])
     rows = [size for size in _ROWS if size <= most and (size >= 32 or size == most)] or [_ROWS[0]]
     stages = _STAGES.get(plan.target.backend, (1,))
@@ -56,7 +56,7 @@ def _forward_tiles(plan: ForwardPlan | GluonPlan, query_rows: int) -> Iterator[S
             yield {"fwd_BACKEND": "GLUON", "fwd_BLOCK_M": block_m, "fwd_BLOCK_N": block_n}
 
 
-def _forward_flags(plan: ForwardPlan | GluonPlan) -> Iterator[Settings]:
+def _forward_flags(plan: AnyForwardPlan) -> Iterator[Settings]:
     """Yield options that change no result: the order of programs, how tiles are fetched and sums are scaled."""
     yield {"fwd_LONG_ROWS_FIRST": not plan.LONG_ROWS_FIRST}
     yield {"fwd_USE_SUBTILING": True}
@@ -66,7 +66,7 @@ def _forward_flags(plan: ForwardPlan | GluonPlan) -> Iterator[Settings]:
 
 def _backward(lowered: Lowered) -> tuple[Group, ...]:
     passes = lowered.backward.passes.values() if lowered.backward else ()
-    kernels = {plan.kernel for _, plan in passes if isinstance(plan, BackwardPlan)}
+    kernels = {plan.kernel for _, plan in passes if isinstance(plan, AnyBackwardPlan)}
     stages = _BACKWARD_STAGES.get(lowered.plan.target.backend, (1,))
     found = [Group("warps and stages", tuple(_product(("bwd_num_warps", "bwd_num_stages"), (_WARPS, stages))))]
     for kernel, number, name in ((BackwardKernel.DKDV, 1, "tile of dK and dV"), (BackwardKernel.DQ, 2, "tile of dQ")):
@@ -94,7 +94,7 @@ def why_pruned(lowered: Lowered, direction: TunedDirection) -> str | None:
 
 
 def _has_tile(plan: object) -> bool:
-    return isinstance(plan, ForwardPlan | BackwardPlan)
+    return isinstance(plan, ForwardPlan | AnyBackwardPlan)
 
 
 def entries_of(lowered: Lowered, direction: TunedDirection) -> tuple[str, ...]:

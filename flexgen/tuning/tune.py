@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class TuningSubject:
     make: Callable[[Settings], Any]
     tensors: Tensors
     layout: Layout
-    given: Mapping[str, Any] = MappingProxyType({})
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     def having(self, settings: Settings) -> TuningSubject:
         """Return the same with options set, over which others are tried."""

@@ -144,14 +144,14 @@ def test_operators_pass_opcheck():
     module, inputs = Dropping(), draw()
     graph = make_fx(lambda *tensors: run_with_gradients(module, tensors, [module.bias]))(*inputs)
     forward = next(node for node in graph.graph.nodes if node.target is torch.ops.flexgen.attention.default)
-    assert str(forward.args[5]).startswith("randint")  # the seed is an operand that the graph draws
+    assert str(forward.args[6]).startswith("randint")  # the seed is an operand that the graph draws
     seed, bias = torch.tensor([5, 6]), module.bias
     texts = forward.args[-2:]
-    arguments = (*inputs, [bias], [], seed, [], [], [], None, False, P, *texts)
+    arguments = (*inputs, [bias], [], [], seed, [], [], [], None, False, P, *texts)
     torch.library.opcheck(torch.ops.flexgen.attention.default, arguments)
     made = torch.ops.flexgen.attention(*arguments)
     plain = (*(tensor.detach() for tensor in inputs), [bias.detach()], *arguments[4:])
-    saved = (made[0].detach(), made[1].detach(), made[3].detach(), torch.ones_like(made[0]), None)
+    saved = (made[0].detach(), made[1].detach(), made[3].detach(), torch.ones_like(made[0]), None, None)
     torch.library.opcheck(torch.ops.flexgen.attention_backward.default, (*plain, *saved, [True] * 4))
 
 

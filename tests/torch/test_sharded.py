@@ -197,7 +197,7 @@ def _check_refusals():
 
     refused("requires grad and is no DTensor", [Shard(1)])
     refused("query is placed as", [Shard(3)])
-    refused("dropout_p was passed to a call of DTensors", [Shard(1)], dropout_p=0.5)
+    refused("dropout_p was passed with query, key and value that are DTensors", [Shard(1)], dropout_p=0.5)
     refused("3 query heads cannot be shared by 2 key heads", [Shard(1)], heads=3, kv_heads=2)
     plain = drawn(4, 4)
     partial = [DTensor.from_local(tensor, mesh, [Partial()]) for tensor in plain]

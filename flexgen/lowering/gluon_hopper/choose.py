@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flexgen.lowering.decision import Decision, Rejected
+from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
 from flexgen.lowering.gluon_hopper.plan import PROGRAM_WARPS, WARPGROUP_ROWS, GluonPlan, Template
 from flexgen.lowering.intervals import Interval
 from flexgen.lowering.rounding import largest_power_of_two_divisor
@@ -390,5 +391,5 @@ def live_interval(question: Question) -> Interval | None:
     return way.rows.segments[0].outer if exact and followed else None
 
 
-def decision(plan: GluonPlan, name: str) -> Decision:
+def decision(plan: GluonPlan | GluonBackwardPlan, name: str) -> Decision:
     return next(found for found in plan.decisions if found.name == name)

@@ -94,7 +94,6 @@ def plan_fields(question: Question, answers: Answers, plan: type) -> dict[str, A
 
 _NOT_BUILT = {
     "TRITON_DECODE": "no kernel splits the keys of a decode step over programs yet",
-    "GLUON": "only forward kernels are built in Gluon so far",
 }
 
 

@@ -9,7 +9,7 @@ from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton import choose
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, BackwardTask, DeltaPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, BackwardTask, DeltaPlan, RowForm
 from flexgen.lowering.triton.backward_tiles import TILE_OPTIONS, BackwardPhysics, preferred
 from flexgen.lowering.triton.choose import Answers, Question
 from flexgen.lowering.triton.tiles import Tile, TileShape, captured_loads
@@ -112,7 +112,9 @@ def _scale(question: Question, answers: Answers) -> None:
     answers.add("SUBTRACT_FIRST", extreme is not None, extreme or "scores of moderate size")
 
 
-def choose_delta(problem: Problem, guard: Guard, target: Target, *, has_grad_logsumexp: bool) -> DeltaPlan:
+def choose_delta(
+    problem: Problem, guard: Guard, target: Target, *, has_grad_logsumexp: bool, row_form: RowForm
+) -> DeltaPlan:
     """Decide the plan of the kernel that prepares rows: it only streams, so its tile matters little."""
     rounded = round_up_to_power_of_two(problem.v_head_dim)
     rows = 128 if target.backend == "interpret" else max(16, 8192 // rounded)
@@ -123,6 +125,7 @@ def choose_delta(problem: Problem, guard: Guard, target: Target, *, has_grad_log
         V_HEAD_DIM_ROUNDED=rounded,
         num_warps=4,
         has_grad_logsumexp=has_grad_logsumexp,
+        rows=row_form,
         dtype=problem.query_dtype,
         accumulator_dtype=problem.accumulator_dtype,
         unit_stride=problem.unit_stride,
