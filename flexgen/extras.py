@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexgen.aux_outputs import NO_AUX, AuxRequest
+from flexgen.aux_outputs import NO_AUX, WITH_LSE, AuxRequest
 from flexgen.runtime.dropout import Dropout
 from flexgen.runtime.packing import Packing
 
@@ -29,6 +29,11 @@ class Extras:
     packing: Packing | None = None
     validate: bool = False
     dropout: Dropout | None = None
+
+    def with_lse(self) -> Extras:
+        """Return the same, also asking for the logsumexp; quicker than dataclasses.replace."""
+        aux = WITH_LSE[self.aux.max_scores]
+        return Extras(self.scale, aux, self.block_table, self.packing, self.validate, self.dropout)
 
 
 NO_EXTRAS = Extras()
