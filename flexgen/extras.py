@@ -23,8 +23,8 @@ class Extras:
         dropout: which softmax weights are dropped; None for none.
     """
 
-    scale: float | None = None
-    aux: AuxRequest = NO_AUX
+    scale: float | None
+    aux: AuxRequest  # without a default, which torch.compile of torch 2.11 could not wrap
     block_table: Any = None
     packing: Packing | None = None
     validate: bool = False
@@ -36,4 +36,4 @@ class Extras:
         return Extras(self.scale, aux, self.block_table, self.packing, self.validate, self.dropout)
 
 
-NO_EXTRAS = Extras()
+NO_EXTRAS = Extras(None, NO_AUX)
