@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
+from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
 from flexgen.extras import NO_EXTRAS, Extras
@@ -34,11 +35,13 @@ from flexgen.runtime.describe import (
     to_bhsd,
 )
 from flexgen.runtime.device_target import target_of
-from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_is_needed
+from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_is_needed, refuse_gradients
 from flexgen.runtime.kernel import Kernel, divisible_positions
+from flexgen.runtime.kv_lengths import check_kv_lengths
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
 from flexgen.runtime.prepared import Prepared, tensor_form
+from flexgen.runtime.split_kernel import kernel_of
 from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.sinks import add_sinks, check_sinks
 from flexgen.tables import Tables, check_derived, placeholder_lists
@@ -102,6 +105,7 @@ class Attention:
         return_aux: AuxRequest | None = None,
         *,
         block_table: Any = None,
+        kv_lengths: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         validate: bool = False,
     ) -> Any:
@@ -116,9 +120,12 @@ class Attention:
             return_aux: auxiliary outputs to return.
             block_table: what `block_table(query, key)` returned; or a torch BlockMask: only its listed blocks are
                 visited, and mask_mod is applied on partial blocks only.
+            kv_lengths: [B], int32 or int64, on the query's device: the number of keys that each batch row has, at most
+                Lk; keys from there on do not exist. Read on the device, so that one captured CUDA graph serves every
+                step over a cache. No gradients.
             sinks: [Hq], floating: a logit for each query head that only enlarges the softmax's denominator; it may
                 require grad. The logsumexp includes it, max_scores do not.
-            validate: check the block table's lists; waits for the device.
+            validate: check the block table's lists and the numbers in kv_lengths; waits for the device.
 
         Returns:
             [B, Hq, Lq, Dv] in the query's dtype and layout; with return_aux, a pair with an AuxOutput. A row without
@@ -133,7 +140,7 @@ class Attention:
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
-        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, validate)
+        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, kv_lengths, validate)
         if needs_operator(query):
             if query.is_nested:
                 check_tensors(*tensors, self.options.layout)
@@ -169,6 +176,7 @@ class Attention:
         query, key, value = tensors
         records = grad_is_needed(query, key, value, reading.buffers)
         if records:  # the backward recomputes weights from it
+            refuse_gradients(extras)
             extras = replace(extras, aux=replace(extras.aux, lse=True))
         prepared, buffers = self._ready(reading, tensors, extras)
         values = Values(reading.buffers, buffers, reading.scalars)
@@ -176,7 +184,7 @@ class Attention:
         if records:
             outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras.block_table)
         else:
-            outputs = prepared.run(query, key, value, buffers, reading.scalars, lists)
+            outputs = prepared.run(_named(tensors, extras), buffers, reading.scalars, lists)
         if self.options.layout == "bshd":
             outputs["output"] = outputs["output"].transpose(1, 2)
         return outputs
@@ -221,6 +229,12 @@ class Attention:
                 why="it looks at the lists' contents, which a trace does not have",
                 fix="validate the block table in a call outside of the compiled region",
             )
+        if extras.kv_lengths is not None:
+            refuse(
+                "kv_lengths was passed to a call that is being traced",
+                why="the operator that stands for a call in a trace does not take it yet",
+                fix="call this attention outside of the traced region, or mask with kv_idx < lengths[b] in mask_mod",
+            )
         if extras.block_table is not None:
             self._check_mask_of(extras.block_table)
         form = self._operator_form(tensors[0].dtype)
@@ -249,7 +263,7 @@ class Attention:
         query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
         inputs = (query, _broadcast(key, query.shape[0]), _broadcast(value, query.shape[0]), *buffers)
         step = Step(
-            lambda: prepared.run(*tensors, buffers, reading.scalars, lists),
+            lambda: prepared.run(_named(tensors, NO_EXTRAS), buffers, reading.scalars, lists),
             lambda *given: self._training.backward(basis, *given),
         )
         return attend(step, inputs)
@@ -264,6 +278,7 @@ class Attention:
         *,
         target: str | None = None,
         block_table: Any = None,
+        kv_lengths: torch.Tensor | None = None,
     ) -> Lowered:
         """Lower for the given tensors without running; they may be real, meta or fake.
 
@@ -278,13 +293,20 @@ class Attention:
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
         loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
         chip = target_named(target) if target else _offline_target(query)
-        call = self._describe(reading, query, key, value, Extras(scale, aux, block_table), chip)
+        extras = Extras(scale, aux, block_table, kv_lengths)
+        if trains:
+            refuse_gradients(extras)
+        call = self._describe(reading, query, key, value, extras, chip)
         forward = self._compile(call, chip)
-        values = bind(forward.source.args, call.launch, call.outputs.allocate(query.to("meta")))
+        outputs, second = call.outputs.allocate(query.to("meta")), forward.source.second
+        divisible, second_divisible = (
+            divisible_positions(args, bind(args, call.launch, outputs))
+            for args in (forward.source.args, second.args if second else ())
+        )
         form = call.derived
         table = compile_table(call.understood, form, call.guard, chip, Axis.KV) if form else None
         backward = self._training.lower(_basis(call, chip), call.launch, loss_reads_lse) if trains else None
-        return Lowered(call.understood, forward, divisible_positions(forward.source.args, values), table, backward)
+        return Lowered(call.understood, forward, divisible, second_divisible, table, backward)
 
     def block_table(
         self,
@@ -348,7 +370,9 @@ class Attention:
         extras: Extras,
     ) -> Hashable:
         """Return what decides everything about a call but addresses and values; None where that is not settled."""
-        scale, block_table = extras.scale, extras.block_table
+        scale, block_table, kv_lengths = extras.scale, extras.block_table, extras.kv_lengths
+        if kv_lengths is not None and not isinstance(kv_lengths, torch.Tensor):
+            return None
         if (scale is not None and type(scale) not in (float, int)) or query.is_meta:
             return None
         if reading.buffers:
@@ -363,6 +387,7 @@ class Attention:
             scale,
             extras.aux,
             table_form(block_table) if block_table is not None else None,
+            tensor_form(kv_lengths) if kv_lengths is not None else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]),
             self._scalar_form(reading),
         )
@@ -400,6 +425,7 @@ class Attention:
             table=table_lists(table) if isinstance(table, BlockTable) else {},
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
+            sides=_sides(extras, query, key),
         )
         tail = aux.lse and has_tail(self._understand(reading), query.dtype)
         outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores, tail=tail)
@@ -416,6 +442,7 @@ class Attention:
         form = table.form if table else self._tables.implicit(understood, launch, problem, guard, target)
         if form is None or not form.derived:
             own = table if isinstance(table, BlockTable) else None
+            guard = relevant_guard(problem, guard, self._forward_options)
             return _Call(understood, launch, problem, guard, outputs, table=own)
         launch = replace(launch, table=placeholder_lists(understood, launch, form))
         return _Call(understood, launch, replace(problem, table=form), guard, outputs, form)
@@ -488,7 +515,7 @@ class Attention:
             kernel = self._kernels.get(key)
             if kernel is None or kernel.owner is not captured:
                 forward = self._compile(call, target)
-                kernel = self._kernels[key] = Kernel(forward.source, forward.plan, captured)
+                kernel = self._kernels[key] = kernel_of(forward.source, forward.plan, captured)
         return kernel
 
     def _prepare(self, form: Hashable, call: _Call, block_table: Any) -> Prepared:
@@ -527,6 +554,22 @@ def _basis_maker(call: _Call, target: Target) -> Callable[[Any], Basis]:
 def _offline_target(query: torch.Tensor) -> Target:
     """Return the target to lower for where none is named: the tensors' GPU, or the default chip."""
     return target_of(query.device) if query.device.type == "cuda" else target_named(DEFAULT_TARGET)
+
+
+def _named(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], extras: Extras) -> dict[str, torch.Tensor]:
+    """Return a call's tensors by the names that kernels have for them."""
+    named = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
+    if extras.kv_lengths is not None:
+        named["kv_lengths"] = extras.kv_lengths
+    return named
+
+
+def _sides(extras: Extras, query: torch.Tensor, key: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what a call brings besides query, key and value, checked."""
+    if extras.kv_lengths is None:
+        return {}
+    check_kv_lengths(extras.kv_lengths, query, key.shape[2], validate=extras.validate)
+    return {"kv_lengths": extras.kv_lengths}
 
 
 def _broadcast(tensor: torch.Tensor, batch: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexgen.codegen.source import KernelSource
@@ -12,6 +12,7 @@ from flexgen.ir.grad_text import print_score_grad
 from flexgen.ir.text import print_mods
 from flexgen.lowering.triton.backward_plan import Accumulation, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.lowering.triton_decode.plan import DecodePlan
 from flexgen.pipeline import BackwardKernels, ForwardKernel, TableKernel, Understood
 from flexgen.runtime.kernel import module_of
 
@@ -58,6 +59,7 @@ class Lowered:
         understood: captured and simplified mods, and facts.
         forward: the forward kernel.
         divisible: positions of the kernel's arguments that are multiples of 16 in this configuration.
+        second_divisible: the same of the kernel that combines the splits of a decode kernel.
         table: the kernels that derive the block table, where the forward kernel walks one.
         backward: the backward kernels, where a tensor requires grad.
     """
@@ -65,6 +67,7 @@ class Lowered:
     understood: Understood
     forward: ForwardKernel
     divisible: frozenset[int]
+    second_divisible: frozenset[int] = frozenset()
     table: TableKernel | None = None
     backward: LoweredBackward | None = None
 
@@ -115,7 +118,8 @@ class Lowered:
         """Compile a kernel for its target, offline, with the launcher's own specialisation.
 
         Args:
-            entry: a name in `source`, other than those that end in "block_table".
+            entry: a name in `source`, other than those that end in "block_table"; of a decode kernel also "combine",
+                which stands in the same text.
 
         Raises:
             KernelCompileError: Triton or the assembler refused the kernel.
@@ -124,6 +128,8 @@ class Lowered:
 
         source, plan, divisible = self._kernel(entry)
         options = dict(plan.compile_options)
+        if entry == "combine" and isinstance(plan, DecodePlan):
+            options = dict(plan.combine_options)
         return compile_entry(
             module_of(source),
             source.entry,
@@ -138,6 +144,10 @@ class Lowered:
     def _kernel(self, entry: str) -> tuple[KernelSource, ForwardPlan | DeltaPlan | BackwardPlan, frozenset[int]]:
         if entry == "forward":
             return self.forward.source, self.plan, self.divisible
+        second = self.forward.source.second
+        if second is not None and entry == second.entry:
+            source = replace(self.forward.source, entry=entry, args=second.args, second=None)
+            return source, self.plan, self.second_divisible
         passes = self.backward.passes if self.backward else {}
         if self.backward is None or entry not in passes:
             raise KeyError(f"no kernel {entry!r}; there are forward, {', '.join(passes)}")

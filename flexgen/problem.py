@@ -37,6 +37,8 @@ class Problem:
         table: the block table's form, when the call brings one.
         output_logsumexp, output_max: which auxiliary outputs are asked for.
         has_offsets: q_idx and kv_idx start at run-time offsets instead of 0.
+        lengths_dtype: dtype of kv_lengths, the number of keys of each batch row, where the call brings it; else every
+            row has all keys.
     """
 
     query_dtype: torch.dtype
@@ -51,6 +53,7 @@ class Problem:
     output_logsumexp: bool = False
     output_max: bool = False
     has_offsets: bool = False
+    lengths_dtype: torch.dtype | None = None
 
     @property
     def accumulator_dtype(self) -> torch.dtype:

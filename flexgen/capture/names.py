@@ -36,7 +36,8 @@ _BOUND_IN_KERNELS = frozenset(
         "start_copy state states step store_rows swap tile tile_at tiles tiles_per_block tiles_per_head "
         "tiles_per_own_block tiles_per_q_block turn turn_count v_dim value_desc visited wait_for wanted warpgroup "
         "weight wide_kv_head before keep_interval values checked needs_mask inverse in_full past "
-        "log_sum added logsumexp_tail row_tail"
+        "log_sum added logsumexp_tail row_tail "
+        "kv_len split splits per_split share combine partial_row"
     ).split()
 )
 _PRELUDE = frozenset(
@@ -49,7 +50,7 @@ _PRELUDE = frozenset(
 # like the numbered names of loop bounds; or like what backward kernels make of a buffer's name.
 _TEMPLATE_LIKE = re.compile(
     r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|num_warps|num_stages|num_ctas|stride_\w+|\w+_(ptr|desc|stride_?\w+|size\d+)"
-    r"|(lo|hi|full_lo|full_hi|consumer)(_\d+)?|(gap|width)_\d+|backward_\w+"
+    r"|(lo|hi|full_lo|full_hi|consumer)(_\d+)?|(gap|width|tiles)_\d+|backward_\w+"
     r"|(grad|share_of|scale_of|largest_of|contribution|scatter|measure|head_grad|head_query|summarise)_\w+"
     r"|(query|key|value)_(b|h|empty|full|phase|slot|tiles)"
 )

@@ -43,19 +43,23 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
     mask = print_mod(mods.mask, origins, context, plan.accumulator_dtype) if mods.mask else None
     holes = ForwardText(plan, score, mask, context).holes()
     printed = [mod for mod in (score, mask) if mod is not None]
-    prelude = dict.fromkeys(name for mod in printed for name in mod.prelude) | dict.fromkeys(holes.prelude)
-    functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
-    functions += ["\n".join(line.text for line in mod.lines) for mod in printed]
     text = render_kernel(
         "triton/forward.py.jinja",
         header=header(mods, plan),
         plan=plan,
         holes=holes,
-        variables=_variables(plan, holes),
-        functions=functions,
+        variables=forward_variables(plan, holes),
+        functions=printed_functions(printed, holes),
         libdevice=any(mod.libdevice for mod in printed),
     )
     return KernelSource(text, "forward", holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
+
+
+def printed_functions(mods: list[PrintedMod], holes: ForwardHoles) -> list[str]:
+    """Return the texts of the functions that come before a kernel's own: what mods and bounds call, and the mods."""
+    prelude = dict.fromkeys(name for mod in mods for name in mod.prelude) | dict.fromkeys(holes.prelude)
+    functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
+    return functions + ["\n".join(line.text for line in mod.lines) for mod in mods]
 
 
 def render_kernel(template: str, *, variables: list[Variable], **holes: object) -> str:
@@ -101,7 +105,8 @@ def mod_context(mods: Mods, dialect: Dialect, wide: frozenset[str], wide_index: 
     )
 
 
-def _variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
+def forward_variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
+    """Return the template variables of a forward kernel."""
     numbers = [Variable(name, str(getattr(plan, name))) for name in ("BLOCK_M", "BLOCK_N")]
     numbers += [
         Variable("QK_HEAD_DIM", str(plan.QK_HEAD_DIM)),

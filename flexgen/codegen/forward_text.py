@@ -76,6 +76,7 @@ class ForwardText:
         self.derived = plan.schedule.walk is Walk.DERIVED
         self.table = self.derived or plan.schedule.walk is Walk.TABLE
         self.packs = plan.index_map.packs
+        self.kv_len = "KV_LEN" if plan.lengths_dtype is None else "kv_len"
         self.block_is_tile = plan.SPARSE_KV_BLOCK_SIZE == plan.BLOCK_N
         self.divides = not self.table or plan.SPARSE_Q_BLOCK_SIZE % plan.BLOCK_M == 0
         self.rows_masked = self.packs or not self.divides or not plan.IS_DIVISIBLE
@@ -163,11 +164,11 @@ class ForwardText:
             "q_lo": "q_lo",
             "q_hi": "q_hi",
             "Q_LEN": "(Q_OFFSET + Q_LEN)" if offset else "Q_LEN",
-            "KV_LEN": "(KV_OFFSET + KV_LEN)" if offset else "KV_LEN",
+            "KV_LEN": f"(KV_OFFSET + {self.kv_len})" if offset else self.kv_len,
             **heads,
         }
         exists = "row_exists" if self.rows_masked else ""
-        axis = WalkedAxis("KV_LEN", "BLOCK_N", "KV_OFFSET" if offset else "", exists)
+        axis = WalkedAxis(self.kv_len, "BLOCK_N", "KV_OFFSET" if offset else "", exists)
         masked = self.mask is not None or not self.plan.IS_DIVISIBLE
         printed = RangesPrinter(context, inputs, axis).print(self.plan.schedule, full=masked)
         used = " ".join(line for line in printed.lines if not line.startswith("#"))
@@ -182,8 +183,8 @@ class ForwardText:
         """The end of the columns a tile may use, where a tile can reach past it."""
         plan = self.plan
         if self.table and plan.SPARSE_KV_BLOCK_SIZE % plan.BLOCK_N:
-            return "tl.minimum((block + 1) * SPARSE_KV_BLOCK_SIZE, KV_LEN)"
-        return "" if plan.IS_DIVISIBLE else "KV_LEN"
+            return f"tl.minimum((block + 1) * SPARSE_KV_BLOCK_SIZE, {self.kv_len})"
+        return "" if plan.IS_DIVISIBLE else self.kv_len
 
     def _needs_two_kinds(self) -> bool:
         if self.table:
@@ -236,7 +237,7 @@ class ForwardText:
             names += [f"{tensor}_desc"] if plan.USE_TMA else [f"{tensor}_ptr", f"{tensor}_stride_kv"]
             names += [] if plan.USE_TMA or tensor in plan.unit_stride else [f"{tensor}_stride_d"]
         names += ["sm_scale"] if plan.SM_SCALE is None and not plan.PRESCALE_QK else []
-        names += ["KV_LEN"] if "KV_LEN" in self.column_limit else []
+        names += [self.kv_len] if self.kv_len in self.column_limit else []
         names += ["KV_OFFSET"] if plan.index_map.has_offsets and self._uses_kv_idx else []
         names += ["b", "h", "q_idx"] if self._uses_kv_idx else []
         return names + [arg.name for arg in self._captured_args()]
@@ -277,6 +278,8 @@ class ForwardText:
         outputs += ["logsumexp_tail"] * plan.OUTPUT_TAIL
         args = [_pointer(name, self._dtype(name)) for name in ("query", "key", "value", *outputs)]
         args += list(self._table_args()) if self.table else []
+        args += _lengths_args(plan.lengths_dtype) if plan.lengths_dtype is not None else []
+        args += self._own_args()
         for tensor, row in (("query", "q"), ("key", "kv"), ("value", "kv"), ("output", "q")):
             args += stride_args(tensor, row, plan, {*plan.unit_stride, "output"})
         lengths = ["Q_LEN", "KV_LEN", "Q_HEADS", *["Q_OFFSET", "KV_OFFSET"] * plan.index_map.has_offsets]
@@ -284,6 +287,10 @@ class ForwardText:
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
         bounds = self.ranges.args if self.ranges else ()
         return tuple(dict.fromkeys([*args, *self._captured_args(), *bounds]))
+
+    def _own_args(self) -> list[Arg]:
+        """Pointers that only a kind of forward kernel takes."""
+        return []
 
     def _dtype(self, tensor: str) -> torch.dtype:
         dtypes: Mapping[str, torch.dtype] = {
@@ -310,6 +317,14 @@ class ForwardText:
 
 def _pointer(name: str, dtype: torch.dtype) -> Arg:
     return Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(dtype), True)
+
+
+def _lengths_args(dtype: torch.dtype) -> list[Arg]:
+    """The number of keys of each batch row, as the call brings it."""
+    return [
+        Arg("kv_lengths_ptr", Role.SIDE, "kv_lengths", None, pointer_type(dtype), True),
+        Arg("kv_lengths_stride_b", Role.SIDE_STRIDE, "kv_lengths", 0, "i32", True),
+    ]
 
 
 def _mentions(text: str, name: str) -> bool:

@@ -17,6 +17,10 @@ class Role(enum.Enum):
     TABLE = "table"  # pointer to one of the block table's index tensors
     TABLE_STRIDE = "table stride"
     TABLE_SIZE = "table size"
+    SIDE = "side"  # pointer to a tensor that a call brings besides query, key and value: kv_lengths
+    SIDE_STRIDE = "side stride"
+    SPLITS = "splits"  # how many programs share the keys of a row
+    SCRATCH = "scratch"  # pointer to memory that one kernel of a call leaves for the next
     BUFFER = "buffer"  # pointer to a captured tensor
     BUFFER_STRIDE = "buffer stride"
     BUFFER_SIZE = "buffer size"
@@ -57,6 +61,14 @@ class LineOrigin:
 
 
 @dataclass(frozen=True, slots=True)
+class SecondKernel:
+    """A kernel of the same module that runs after the entry: its name, and its parameters in order."""
+
+    entry: str
+    args: tuple[Arg, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KernelSource:
     """One emitted module.
 
@@ -66,6 +78,7 @@ class KernelSource:
         args: its parameters, in order.
         line_map: emitted lines that came from the user's source.
         key: digest of mods, plan and flexgen's own sources; names the module in caches.
+        second: the kernel that finishes what the entry leaves, if it takes two.
     """
 
     text: str
@@ -73,3 +86,4 @@ class KernelSource:
     args: tuple[Arg, ...]
     line_map: tuple[LineOrigin, ...]
     key: str
+    second: SecondKernel | None = None

@@ -33,7 +33,9 @@ class Launch:
         tensors: query, key, value in [B, H, L, D] order (views of the caller's tensors).
         table: the block table's lists, by name, if the call brings one.
         buffers, scalars: captured values by name.
+        sides: what the call brings besides query, key and value, by name: kv_lengths.
         scale: the softmax scale.
+        splits: how many programs share the keys of a row.
     """
 
     batch: int
@@ -48,6 +50,8 @@ class Launch:
     table: Mapping[str, torch.Tensor] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scalars: Mapping[str, int | float] = field(default_factory=dict)
+    sides: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    splits: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -190,6 +194,7 @@ def describe_problem(
         output_logsumexp=output_logsumexp,
         output_max=output_max,
         has_offsets=has_offsets,
+        lengths_dtype=launch.sides["kv_lengths"].dtype if "kv_lengths" in launch.sides else None,
     )
 
 

@@ -109,6 +109,21 @@ def grad_is_needed(
     return bool(buffers) and any([buffer.requires_grad for buffer in buffers])  # noqa: C419 (faster)
 
 
+def refuse_gradients(extras: Any) -> None:
+    """Refuse to record a call with what no backward kernel takes.
+
+    Raises:
+        UnsupportedProblemError: names the argument.
+    """
+    given = [name for name in ("kv_lengths",) if getattr(extras, name) is not None]
+    if given:
+        raise UnsupportedProblemError(
+            f"gradients are wanted of a call with {given[0]}",
+            why="it serves decoding and prefilling; no backward kernel reads it",
+            fix="call under torch.no_grad(), or put the same condition in mask_mod: kv_idx < lengths[b]",
+        )
+
+
 def attend(step: Step, inputs: Sequence[torch.Tensor]) -> Outputs:
     """Run a step under autograd.
 

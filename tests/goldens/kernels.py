@@ -51,6 +51,7 @@ class KernelCase:
     Attributes:
         build: returns (score_mod, mask_mod); or a generator that yields them and then changes what they capture.
         make_table: makes the block mask of mask_mod, where the call brings one.
+        brings: makes the other arguments of the call, for its sizes.
     """
 
     build: Callable[[], Any]
@@ -58,6 +59,7 @@ class KernelCase:
     options: Mapping[str, Any]
     aux: flexgen.AuxRequest | None
     make_table: Callable[[Mod], Any] | None
+    brings: Callable[[Sizes], Mapping[str, Any]]
 
     @property
     def name(self) -> str:
@@ -72,7 +74,8 @@ class KernelCase:
 
     def _lower(self, attention: flexgen.Attention, target: str) -> Lowered:
         table = self.make_table(attention.mask_mod) if self.make_table and attention.mask_mod else None
-        return attention.lower(*self.sizes.tensors(), return_aux=self.aux, target=target, block_table=table)
+        more = self.brings(self.sizes)
+        return attention.lower(*self.sizes.tensors(), return_aux=self.aux, target=target, block_table=table, **more)
 
 
 def kernel(
@@ -81,9 +84,14 @@ def kernel(
     options: Mapping[str, Any] = MappingProxyType({}),
     aux: flexgen.AuxRequest | None = None,
     make_table: Callable[[Mod], Any] | None = None,
+    brings: Callable[[Sizes], Mapping[str, Any]] = lambda sizes: {},
 ) -> Callable[[Callable[[], Any]], KernelCase]:
     """Turn a builder of (score_mod, mask_mod) into the case named after it."""
-    return lambda build: KernelCase(build, sizes, options, aux, make_table)
+    return lambda build: KernelCase(build, sizes, options, aux, make_table, brings)
+
+
+def key_counts(sizes: Sizes) -> Mapping[str, Any]:
+    return {"kv_lengths": torch.empty(sizes.B, dtype=torch.int32, device="meta")}
 
 
 def blocks(q_block_size: int, kv_block_size: int, sizes: Sizes = SIZES) -> Callable[[Mod], Any]:
@@ -237,6 +245,47 @@ def bulk_copies():
 
 @kernel(options={"USE_SUBTILING": True})
 def subtiling():
+    return None, causal_mask
+
+
+# Decoding.
+
+DECODE = {"BACKEND": "TRITON_DECODE"}
+
+
+@kernel(Sizes(B=8, Hq=32, Hkv=8, Lq=1, Lk=32768, D=128), options=DECODE)
+def decode():
+    return None, None
+
+
+@kernel(Sizes(B=8, Hq=32, Hkv=8, Lq=1, Lk=32768, D=128), options=DECODE, brings=key_counts)
+def decode_of_a_softcapped_window():
+    cap, window = 30.0, 4096
+    position = torch.zeros(8, dtype=torch.int32)
+
+    def softcap_mod(score, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(score / cap)
+
+    def window_mask(b, h, q_idx, kv_idx):
+        distance = position[b] + q_idx - kv_idx
+        return (distance >= 0) & (distance < window)
+
+    return softcap_mod, window_mask
+
+
+@kernel(Sizes(Hq=6, Hkv=2, Lq=4, Lk=4096), options=DECODE, aux=flexgen.AuxRequest(lse=True, max_scores=True))
+def decode_of_sinks_and_window():
+    sinks, window, position = 4, 256, torch.zeros(2, dtype=torch.int32)
+
+    def sink_mask(b, h, q_idx, kv_idx):
+        distance = position[b] + q_idx - kv_idx
+        return (distance >= 0) & ((distance < window) | (kv_idx < sinks))
+
+    return None, sink_mask
+
+
+@kernel(brings=key_counts)
+def prefill_up_to_kv_lengths():
     return None, causal_mask
 
 

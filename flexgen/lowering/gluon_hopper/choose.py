@@ -20,6 +20,7 @@ from flexgen.lowering.triton.choose import (
     Question,
     decide_arithmetic,
     decide_head_dims,
+    decide_order,
     decide_outputs,
     decide_rows_safe,
     decide_scale,
@@ -160,6 +161,8 @@ def _lengths(question: Question) -> str | None:
         return f"at most {guard.q_bucket} queries do not fill a warpgroup's {WARPGROUP_ROWS} rows"
     if 0 < guard.kv_bucket < FEW_KEYS:
         return f"at most {guard.kv_bucket} keys are less than a tile"
+    if question.problem.lengths_dtype is not None:
+        return "kv_lengths gives each batch row a number of keys of its own"
     if guard.wide_index:
         return "index arithmetic needs 64 bits"
     return None
@@ -361,6 +364,7 @@ _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     decide_scale,
     decide_rows_safe,
     decide_arithmetic,
+    decide_order,
     decide_outputs,
 )
 

@@ -75,7 +75,7 @@ def plan_fields(question: Question, answers: Answers, plan: type) -> dict[str, A
     """Return what a plan's fields are called and are: what was decided, and what the kernel's question says."""
     problem, guard = question.problem, question.guard
     names = {field.name for field in dataclasses.fields(plan)}
-    return {decision.name: decision.value for decision in answers.decisions if decision.name in names} | {
+    known = {decision.name: decision.value for decision in answers.decisions} | {
         "target": question.target,
         "schedule": question.schedule,
         "query_dtype": problem.query_dtype,
@@ -85,12 +85,14 @@ def plan_fields(question: Question, answers: Answers, plan: type) -> dict[str, A
         "unit_stride": problem.unit_stride,
         "wide": guard.wide,
         "wide_index": guard.wide_index,
+        "lengths_dtype": problem.lengths_dtype,
         "decisions": tuple(answers.decisions),
     }
+    return {name: value for name, value in known.items() if name in names}
 
 
 _NOT_BUILT = {
-    "TRITON_DECODE": "no kernel splits the keys of a decode step over programs yet",
+    "TRITON_DECODE": "only forward kernels split the keys of a few queries over programs",
     "GLUON": "only forward kernels are built in Gluon so far",
 }
 
@@ -107,6 +109,11 @@ def decide_backend(question: Question, answers: Answers) -> None:
     because = "asked for" if asked == "TRITON" else "it serves every call"
     because = f"selected by {', '.join(selecting)}" if selecting else because
     answers.add("BACKEND", "TRITON", because, question.passed_over)
+    refuse_float64(question)
+
+
+def refuse_float64(question: Question) -> None:
+    """Refuse float64 on a GPU."""
     if question.problem.query_dtype == torch.float64 and question.target.backend != "interpret":
         raise UnsupportedProblemError(
             f"float64 attention is not compiled for {question.target.name}",
@@ -152,7 +159,7 @@ def decide_table(question: Question, answers: Answers) -> None:
     answers.add("BLOCKS_ARE_CONTIGUOUS", bool(asked and table), because)
 
 
-def _packing(question: Question, answers: Answers) -> None:
+def decide_packing(question: Question, answers: Answers) -> None:
     group, bucket = question.problem.group, question.guard.q_bucket
     has_offsets = question.problem.has_offsets
     has_table = question.problem.table is not None
@@ -277,6 +284,9 @@ def decide_divisible(question: Question, answers: Answers) -> None:
     if answers["index_map"].packs:
         answers.add("IS_DIVISIBLE", False, "rows of packed heads are always masked")
         return
+    if question.problem.lengths_dtype is not None:
+        answers.add("IS_DIVISIBLE", False, "only the device knows how many keys a batch row has")
+        return
     table = question.problem.table
     blocks_fit = table is None or (
         table.q_block_size % block_m == table.kv_block_size % block_n == 0
@@ -344,6 +354,8 @@ def decide_rows_safe(question: Question, answers: Answers) -> None:
     table = question.problem.table
     if table is not None and not table.derived:
         value, because = False, "a block table may leave rows without a block"
+    elif question.problem.lengths_dtype is not None:
+        value, because = False, "kv_lengths may leave a batch row without keys"
     elif _may_drop_rows(question.mods.score):
         value, because = False, "score_mod may return -inf for a whole row"
     elif proof.holds and not question.guard.rows_safe_holds:
@@ -410,7 +422,6 @@ def decide_arithmetic(question: Question, answers: Answers) -> None:
     answers.add("FLOAT32_PRECISION", asked or "ieee", "asked for" if asked else "float32 stays float32 unless asked")
     fast, because = _fast_tanh(question)
     answers.add("FAST_TANH", fast, because)
-    decide_order(question, answers)
 
 
 def decide_order(question: Question, answers: Answers) -> None:
@@ -485,7 +496,7 @@ _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     decide_backend,
     decide_head_dims,
     decide_table,
-    _packing,
+    decide_packing,
     _tile,
     decide_divisible,
     decide_scale,
@@ -493,6 +504,7 @@ _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     _tma,
     _subtiling,
     decide_arithmetic,
+    decide_order,
     decide_outputs,
     decide_amd,
 )

@@ -42,6 +42,7 @@ class ForwardPlan:
         accumulator_dtype: dtype of scores, sums and auxiliary outputs.
         unit_stride: tensors whose last dimension has stride 1.
         wide, wide_index: see Guard.
+        lengths_dtype: see Problem.
         shared_bytes: shared memory that the tile is computed to need, an upper bound.
     """
 
@@ -87,6 +88,7 @@ class ForwardPlan:
     unit_stride: frozenset[str]
     wide: frozenset[str]
     wide_index: bool
+    lengths_dtype: torch.dtype | None
     decisions: tuple[Decision, ...]
 
     @property
