@@ -203,7 +203,8 @@ def report(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {about[name]}" for name in ("flexgen", "torch", "triton", "python"))
     host = "\n".join(f"| {name} | {microseconds:.1f} |" for name, microseconds in results["host_us"].items())
     return (
-        f"# Decode\n\n{about['device']}, bf16, head dim {HEAD_DIM}, one query a sequence, {versions}, {about['date']}.\n"
+        f"# Decode\n\n{about['device']}, bf16, head dim {HEAD_DIM}, one query a sequence.\n"
+        f"{versions}, {about['date']}.\n"
         f"Medians of interleaved rounds in one process: `{about['command']}`. Times are of the device, in CUDA graphs\n"
         "over several caches; TB/s count the live keys and values once. Outputs checked against float32 first.\n\n"
         f"{table(results['rows'])}\n\nHost time of a warm call:\n\n| contender | us |\n| --- | ---: |\n{host}\n"

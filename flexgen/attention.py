@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
-from flexgen.extras import NO_EXTRAS, Extras
+from flexgen.extras import NO_EXTRAS, NO_SIDES, Extras, given_sides
 from flexgen.ir.graph import Axis
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import DEFAULT_TARGET, Target, target_named
@@ -37,10 +37,10 @@ from flexgen.runtime.describe import (
 from flexgen.runtime.device_target import target_of
 from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_is_needed, refuse_gradients
 from flexgen.runtime.kernel import Kernel, divisible_positions
-from flexgen.runtime.kv_lengths import check_kv_lengths
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
 from flexgen.runtime.prepared import Prepared, tensor_form
+from flexgen.runtime.sides import Extents, Side, checked_sides, room
 from flexgen.runtime.split_kernel import kernel_of
 from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.sinks import add_sinks, check_sinks
@@ -106,6 +106,9 @@ class Attention:
         *,
         block_table: Any = None,
         kv_lengths: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
         sinks: torch.Tensor | None = None,
         validate: bool = False,
     ) -> Any:
@@ -123,9 +126,16 @@ class Attention:
             kv_lengths: [B], int32 or int64, on the query's device: the number of keys that each batch row has, at most
                 Lk; keys from there on do not exist. Read on the device, so that one captured CUDA graph serves every
                 step over a cache. No gradients.
+            page_table: [B, max_pages], int32: which pages hold the keys of each batch row, in their order. key is then
+                [n_pages, Hkv, page_size, Dqk], with layout "bshd" [n_pages, page_size, Hkv, Dqk], value alike, and
+                page_size a multiple of 16. Needs kv_lengths; entries past a row's last page are never followed. Mods
+                see positions in the sequence, not in pages. No gradients.
+            k_scale, v_scale: a number, or [Hkv], float32: what keys and values are multiplied by, as part of the scale
+                and of the output. Meant for keys and values in float8_e4m3fn or float8_e5m2, which go with a float16 or
+                bfloat16 query and are converted to its dtype after they are read. No gradients.
             sinks: [Hq], floating: a logit for each query head that only enlarges the softmax's denominator; it may
                 require grad. The logsumexp includes it, max_scores do not.
-            validate: check the block table's lists and the numbers in kv_lengths; waits for the device.
+            validate: check the block table's lists, kv_lengths and the page table; waits for the device.
 
         Returns:
             [B, Hq, Lq, Dv] in the query's dtype and layout; with return_aux, a pair with an AuxOutput. A row without
@@ -140,7 +150,8 @@ class Attention:
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
-        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, kv_lengths, validate)
+        sides = given_sides(kv_lengths=kv_lengths, page_table=page_table, k_scale=k_scale, v_scale=v_scale)
+        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, sides, validate)
         if needs_operator(query):
             if query.is_nested:
                 check_tensors(*tensors, self.options.layout)
@@ -176,7 +187,7 @@ class Attention:
         query, key, value = tensors
         records = grad_is_needed(query, key, value, reading.buffers)
         if records:  # the backward recomputes weights from it
-            refuse_gradients(extras)
+            refuse_gradients(extras.sides, key)
             extras = replace(extras, aux=replace(extras.aux, lse=True))
         prepared, buffers = self._ready(reading, tensors, extras)
         values = Values(reading.buffers, buffers, reading.scalars)
@@ -184,7 +195,7 @@ class Attention:
         if records:
             outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras.block_table)
         else:
-            outputs = prepared.run(_named(tensors, extras), buffers, reading.scalars, lists)
+            outputs = prepared.run(_named(tensors, extras.sides), buffers, reading.scalars, lists)
         if self.options.layout == "bshd":
             outputs["output"] = outputs["output"].transpose(1, 2)
         return outputs
@@ -229,11 +240,11 @@ class Attention:
                 why="it looks at the lists' contents, which a trace does not have",
                 fix="validate the block table in a call outside of the compiled region",
             )
-        if extras.kv_lengths is not None:
+        if extras.sides:
             refuse(
-                "kv_lengths was passed to a call that is being traced",
+                f"{next(iter(extras.sides))} was passed to a call that is being traced",
                 why="the operator that stands for a call in a trace does not take it yet",
-                fix="call this attention outside of the traced region, or mask with kv_idx < lengths[b] in mask_mod",
+                fix="call this attention outside of the traced region",
             )
         if extras.block_table is not None:
             self._check_mask_of(extras.block_table)
@@ -263,7 +274,7 @@ class Attention:
         query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
         inputs = (query, _broadcast(key, query.shape[0]), _broadcast(value, query.shape[0]), *buffers)
         step = Step(
-            lambda: prepared.run(_named(tensors, NO_EXTRAS), buffers, reading.scalars, lists),
+            lambda: prepared.run(_named(tensors, NO_SIDES), buffers, reading.scalars, lists),
             lambda *given: self._training.backward(basis, *given),
         )
         return attend(step, inputs)
@@ -279,6 +290,9 @@ class Attention:
         target: str | None = None,
         block_table: Any = None,
         kv_lengths: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
     ) -> Lowered:
         """Lower for the given tensors without running; they may be real, meta or fake.
 
@@ -293,9 +307,10 @@ class Attention:
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
         loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
         chip = target_named(target) if target else _offline_target(query)
-        extras = Extras(scale, aux, block_table, kv_lengths)
+        sides = given_sides(kv_lengths=kv_lengths, page_table=page_table, k_scale=k_scale, v_scale=v_scale)
+        extras = Extras(scale, aux, block_table, sides)
         if trains:
-            refuse_gradients(extras)
+            refuse_gradients(sides, key)
         call = self._describe(reading, query, key, value, extras, chip)
         forward = self._compile(call, chip)
         outputs, second = call.outputs.allocate(query.to("meta")), forward.source.second
@@ -370,9 +385,7 @@ class Attention:
         extras: Extras,
     ) -> Hashable:
         """Return what decides everything about a call but addresses and values; None where that is not settled."""
-        scale, block_table, kv_lengths = extras.scale, extras.block_table, extras.kv_lengths
-        if kv_lengths is not None and not isinstance(kv_lengths, torch.Tensor):
-            return None
+        scale, block_table = extras.scale, extras.block_table
         if (scale is not None and type(scale) not in (float, int)) or query.is_meta:
             return None
         if reading.buffers:
@@ -387,7 +400,7 @@ class Attention:
             scale,
             extras.aux,
             table_form(block_table) if block_table is not None else None,
-            tensor_form(kv_lengths) if kv_lengths is not None else None,
+            _sides_form(extras.sides) if extras.sides else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]),
             self._scalar_form(reading),
         )
@@ -410,28 +423,35 @@ class Attention:
         target: Target,
     ) -> _Call:
         layout, aux = self.options.layout, extras.aux
-        check_tensors(query, key, value, layout)
+        paged = "page_table" in extras.sides
+        check_tensors(query, key, value, layout, paged=paged)
         query, key, value = (to_bhsd(tensor, layout) for tensor in (query, key, value))
         batch, q_heads, q_len, head_dim = query.shape
-        table = self._table(extras, reading, query, key)
+        extents = Extents(batch, key.shape[1], key.shape[2], key.shape[0], query.device)
+        sides = checked_sides(extras.sides, extents, validate=extras.validate)
+        kv_len = room(sides, key.shape[2])
+        table = self._table(extras, reading, query, kv_len)
+        scale, scale_is_constant = self._scale(extras.scale, sides, head_dim)
+        if not paged:
+            key, value = _broadcast(key, batch), _broadcast(value, batch)
         launch = Launch(
             batch=batch,
             q_heads=q_heads,
             kv_heads=key.shape[1],
             q_len=q_len,
-            kv_len=key.shape[2],
-            tensors={"query": query, "key": _broadcast(key, batch), "value": _broadcast(value, batch)},
-            scale=softmax_scale(extras.scale, head_dim),
+            kv_len=kv_len,
+            tensors={"query": query, "key": key, "value": value},
+            scale=scale,
             table=table_lists(table) if isinstance(table, BlockTable) else {},
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
-            sides=_sides(extras, query, key),
+            sides=sides,
         )
         tail = aux.lse and has_tail(self._understand(reading), query.dtype)
         outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores, tail=tail)
         problem = describe_problem(
             launch,
-            constant_scale=self._scale_is_constant(launch.scale, extras.scale),
+            constant_scale=scale_is_constant,
             table=table.form if table else None,
             output_logsumexp=aux.lse,
             output_max=aux.max_scores,
@@ -448,13 +468,13 @@ class Attention:
         return _Call(understood, launch, replace(problem, table=form), guard, outputs, form)
 
     def _table(
-        self, extras: Extras, reading: Reading, query: torch.Tensor, key: torch.Tensor
+        self, extras: Extras, reading: Reading, query: torch.Tensor, kv_len: int
     ) -> BlockTable | DerivedTable | None:
         block_table, validate = extras.block_table, extras.validate
         if block_table is None:
             return None
         if isinstance(block_table, DerivedTable):
-            check_derived(block_table, reading.captured, query, key)
+            check_derived(block_table, reading.captured, query, kv_len)
             if validate:
                 block_table.check()
             return block_table
@@ -464,7 +484,7 @@ class Attention:
             batch=query.shape[0],
             query_heads=query.shape[1],
             query_length=query.shape[2],
-            key_length=key.shape[2],
+            key_length=kv_len,
             device=query.device if query.device.type != "meta" else None,
         )
         if validate:
@@ -481,6 +501,14 @@ class Attention:
                 why="partial blocks would be computed without their mask",
                 fix="compile with flexgen.compile(score_mod, block_mask.mask_mod), or call flexgen.flex_attention",
             )
+
+    def _scale(self, given: float | None, sides: dict[str, Side], head_dim: int) -> tuple[float, bool]:
+        """Return what scores are multiplied by, a k_scale that is a number included, and whether it is a constant."""
+        scale, of_keys = softmax_scale(given, head_dim), sides.get("k_scale")
+        if isinstance(of_keys, float):
+            scale = given = softmax_scale(scale * of_keys, head_dim)
+            del sides["k_scale"]
+        return scale, self._scale_is_constant(scale, given)
 
     def _scale_is_constant(self, scale: float, given: float | None) -> bool:
         """The default scale and the first few given ones are constants of the kernel; more become an argument."""
@@ -556,20 +584,21 @@ def _offline_target(query: torch.Tensor) -> Target:
     return target_of(query.device) if query.device.type == "cuda" else target_named(DEFAULT_TARGET)
 
 
-def _named(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], extras: Extras) -> dict[str, torch.Tensor]:
-    """Return a call's tensors by the names that kernels have for them."""
-    named = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
-    if extras.kv_lengths is not None:
-        named["kv_lengths"] = extras.kv_lengths
-    return named
+def _named(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's tensors, and what it brings beside them, by the names that kernels have for them."""
+    named: dict[str, Any] = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
+    return {**named, **sides} if sides else named
 
 
-def _sides(extras: Extras, query: torch.Tensor, key: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a call brings besides query, key and value, checked."""
-    if extras.kv_lengths is None:
-        return {}
-    check_kv_lengths(extras.kv_lengths, query, key.shape[2], validate=extras.validate)
-    return {"kv_lengths": extras.kv_lengths}
+def _sides_form(sides: Mapping[str, Any]) -> tuple[Hashable, ...]:
+    """Return what a prepared launch depends on: of tensors the form, of k_scale, which is part of the scale, its value.
+
+    What is neither tensor nor number has no form that is kept, and is refused each time.
+    """
+    return tuple(
+        (name, tensor_form(side) if isinstance(side, torch.Tensor) else (type(side), side if name == "k_scale" else 0))
+        for name, side in sides.items()
+    )
 
 
 def _broadcast(tensor: torch.Tensor, batch: int) -> torch.Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from flexgen.aux_outputs import NO_AUX, AuxRequest
+
+NO_SIDES: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +20,24 @@ class Extras:
         scale: the softmax scale; None for 1/sqrt(Dqk).
         aux: which auxiliary outputs to return; a run may return more.
         block_table: a DerivedTable or a torch BlockMask.
-        kv_lengths: [B], int32 or int64: the number of keys of each batch row; None where all have Lk.
+        sides: what kernels read besides query, key, value and captured tensors, as far as it is given:
+            "kv_lengths" [B], int32 or int64, the number of keys of each batch row;
+            "page_table" [B, max_pages], int32, the pages of each batch row, of which key and value then consist;
+            "k_scale", "v_scale", a number or [Hkv] float32, what keys and values are multiplied by.
         validate: check the contents of what the device holds; waits for the device.
     """
 
     scale: float | None = None
     aux: AuxRequest = NO_AUX
     block_table: Any = None
-    kv_lengths: Any = None
+    sides: Mapping[str, Any] = field(default_factory=lambda: NO_SIDES)
     validate: bool = False
+
+
+def given_sides(**sides: Any) -> Mapping[str, Any]:
+    """Return those of the arguments that are given."""
+    given = {name: value for name, value in sides.items() if value is not None}
+    return given or NO_SIDES
 
 
 NO_EXTRAS = Extras()

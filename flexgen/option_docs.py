@@ -196,6 +196,10 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "PARTIAL_WIDTH": "Of a decode kernel: elements of a partial row in scratch memory, with its maximum and sum.",
         "COMBINE_SPLITS": "Splits of a row that the combining kernel reads at a time.",
         "combine_warps": "Warps of a program of the combining kernel.",
+        "PAGE_SIZE": "Keys of a page, where keys and values lie in pages.",
+        "stored": "How keys and values are stored, where not in the query's dtype.",
+        "K_SCALE": "The scores' scale includes k_scale of the key head.",
+        "V_SCALE": "The output is multiplied by v_scale: of the key head, or a number.",
         "index_map": "Query heads that are packed into the rows of one tile.",
         "shared_bytes": "Shared memory that the tile needs, an upper bound.",
     }

@@ -37,13 +37,13 @@ _BOUND_IN_KERNELS = frozenset(
         "tiles_per_own_block tiles_per_q_block turn turn_count v_dim value_desc visited wait_for wanted warpgroup "
         "weight wide_kv_head before keep_interval values checked needs_mask inverse in_full past "
         "log_sum added logsumexp_tail row_tail "
-        "kv_len split splits per_split share combine partial_row"
+        "kv_len split splits per_split share combine partial_row page in_page score_scale v_scale"
     ).split()
 )
 _PRELUDE = frozenset(
     (  # noqa: SIM905
-        "expm1 float_floor_div float_floor_mod floor_div floor_mod log1p power round_half_even sigmoid sign tanh "
-        "tanh_approx truncate"
+        "expm1 float_floor_div float_floor_mod floor_div floor_mod from_e4m3 log1p power round_half_even sigmoid sign "
+        "tanh tanh_approx truncate"
     ).split()
 )
 # Spelled like a template variable (BLOCK_M, SM_SCALE, num_warps): upper case with an underscore, or a launch option;

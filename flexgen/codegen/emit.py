@@ -57,7 +57,8 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
 
 def printed_functions(mods: list[PrintedMod], holes: ForwardHoles) -> list[str]:
     """Return the texts of the functions that come before a kernel's own: what mods and bounds call, and the mods."""
-    prelude = dict.fromkeys(name for mod in mods for name in mod.prelude) | dict.fromkeys(holes.prelude)
+    decodes = ["from_e4m3"] if "from_e4m3" in holes.key_conversion + holes.value_conversion else []
+    prelude = dict.fromkeys(name for mod in mods for name in mod.prelude) | dict.fromkeys([*holes.prelude, *decodes])
     functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
     return functions + ["\n".join(line.text for line in mod.lines) for mod in mods]
 
@@ -120,6 +121,8 @@ def forward_variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
             Variable("SPARSE_Q_BLOCK_SIZE", str(plan.SPARSE_Q_BLOCK_SIZE)),
             Variable("SPARSE_KV_BLOCK_SIZE", str(plan.SPARSE_KV_BLOCK_SIZE)),
         ]
+    if plan.index_map.page_size:
+        numbers.append(Variable("PAGE_SIZE", str(plan.index_map.page_size), "keys of a page"))
     if plan.SM_SCALE is not None:
         numbers.append(Variable("SM_SCALE", repr(plan.SM_SCALE)))
     multiplier = plan.SM_SCALE * LOG2_E if plan.FOLD_SCALE and plan.SM_SCALE is not None else LOG2_E

@@ -17,8 +17,9 @@ class Role(enum.Enum):
     TABLE = "table"  # pointer to one of the block table's index tensors
     TABLE_STRIDE = "table stride"
     TABLE_SIZE = "table size"
-    SIDE = "side"  # pointer to a tensor that a call brings besides query, key and value: kv_lengths
+    SIDE = "side"  # pointer to a tensor that a call brings besides query, key and value, such as kv_lengths
     SIDE_STRIDE = "side stride"
+    SIDE_NUMBER = "side number"  # a number that a call brings: v_scale
     SPLITS = "splits"  # how many programs share the keys of a row
     SCRATCH = "scratch"  # pointer to memory that one kernel of a call leaves for the next
     BUFFER = "buffer"  # pointer to a captured tensor

@@ -31,10 +31,14 @@ def dot_options(plan: TilePlan) -> str:
     return f', input_precision="{plan.FLOAT32_PRECISION}"' + out
 
 
-def stride_args(tensor: str, axis: str, plan: TilePlan, unit_stride: Collection[str]) -> list[Arg]:
-    """Return a tensor's strides along batch, head and `axis`, and along the head dim where it is not 1."""
+def stride_args(tensor: str, axis: str, plan: TilePlan, unit_stride: Collection[str], outer: str = "b") -> list[Arg]:
+    """Return a tensor's strides along batch, head and `axis`, and along the head dim where it is not 1.
+
+    Args:
+        outer: the name of the first dimension, the batch unless keys lie in pages.
+    """
     width = "i64" if tensor in plan.wide else "i32"
-    kinds = {"b": (0, "i64"), "h": (1, "i64"), axis: (2, width)}
+    kinds = {outer: (0, "i64"), "h": (1, "i64"), axis: (2, width)}
     if tensor not in unit_stride:
         kinds["d"] = (3, width)
     return [

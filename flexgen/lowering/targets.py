@@ -23,6 +23,7 @@ class Target:
         matrix_unit: the instruction family of tl.dot.
         has_tma: whether the bulk tensor copy engine exists.
         has_fast_tanh: whether the tanh.approx instruction exists.
+        has_e4m3: whether Triton converts float8_e4m3fn there.
     """
 
     name: str
@@ -33,13 +34,14 @@ class Target:
     matrix_unit: Literal["mma", "wgmma", "tcgen05", "mfma", "numpy"]
     has_tma: bool = False
     has_fast_tanh: bool = False
+    has_e4m3: bool = True
 
 
 # Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (maximum per block);
 # LDS: AMD's CDNA 2, 3 and 4 instruction set guides.
 _ROWS = (
-    Target("sm_80", "cuda", 80, 32, 166912, "mma", has_fast_tanh=True),
-    Target("sm_86", "cuda", 86, 32, 101376, "mma", has_fast_tanh=True),
+    Target("sm_80", "cuda", 80, 32, 166912, "mma", has_fast_tanh=True, has_e4m3=False),
+    Target("sm_86", "cuda", 86, 32, 101376, "mma", has_fast_tanh=True, has_e4m3=False),
     Target("sm_89", "cuda", 89, 32, 101376, "mma", has_fast_tanh=True),
     Target("sm_90", "cuda", 90, 32, 232448, "wgmma", has_tma=True, has_fast_tanh=True),
     Target("sm_100", "cuda", 100, 32, 232448, "tcgen05", has_tma=True, has_fast_tanh=True),

@@ -33,10 +33,10 @@ def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> Val
             return _stride(launch.table[arg.of], arg.dim)
         case Role.TABLE_SIZE:
             return launch.table[arg.of].shape[arg.dim or 0]
-        case Role.SIDE:
+        case Role.SIDE | Role.SIDE_NUMBER:
             return launch.sides[arg.of]
         case Role.SIDE_STRIDE:
-            return _stride(launch.sides[arg.of], arg.dim)
+            return _stride(launch.side_tensor(arg.of), arg.dim)
         case Role.SPLITS:
             return launch.splits
         case Role.SCRATCH:

@@ -15,7 +15,7 @@ from flexgen.runtime.kernel import Kernel, Step
 from flexgen.runtime.outputs import OutputForm
 from flexgen.runtime.table_cache import TableRequest
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Any]  # and the numbers that a call brings beside them
 Submitter = Callable[[Sequence[object]], None]
 
 
@@ -43,6 +43,7 @@ class _PreparedStep:
         buffers, scalars = list(launch.buffers), list(launch.scalars)
         named = (Role.TENSOR, Role.SIDE, *([Role.SCRATCH] if launch.splits > 1 else []))
         self._tensors = [(at, arg.of) for at, arg in enumerate(args) if arg.role in named]
+        self._numbers = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.SIDE_NUMBER]
         self._buffers = [(at, buffers.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.BUFFER]
         self._scalars = [(at, scalars.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.SCALAR]
         tables = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TABLE]
@@ -60,6 +61,8 @@ class _PreparedStep:
         values = self._values.copy()
         for at, name in self._tensors:
             values[at] = tensors[name].data_ptr()
+        for at, name in self._numbers:
+            values[at] = tensors[name]
         for at, index in self._buffers:
             values[at] = buffers[index].data_ptr()
         for at, name, form in self._described:
@@ -73,7 +76,7 @@ class _PreparedStep:
     ) -> None:
         """Launch, and bind what later calls need not look at again."""
         values = self._values.copy()
-        for at, name in self._tensors:
+        for at, name in (*self._tensors, *self._numbers):
             values[at] = tensors[name]
         for at, name, form in self._described:
             values[at] = form.at(tensors[name])
@@ -128,7 +131,7 @@ class Prepared:
 
     def run(
         self,
-        tensors: dict[str, torch.Tensor],
+        tensors: Tensors,
         buffers: Sequence[torch.Tensor],
         scalars: Sequence[int | float],
         lists: Tensors,

@@ -108,7 +108,7 @@ def test_lengths_are_checked():
 
     refusal(call([1, 2, 3]), flexgen.ProblemTypeError, "kv_lengths is list", "int32")
     refusal(call(torch.ones(3)), flexgen.ProblemTypeError, "torch.float32")
-    refusal(call(torch.ones(2, dtype=torch.int32)), flexgen.UnsupportedProblemError, "(2,)", "batch size 3")
+    refusal(call(torch.ones(2, dtype=torch.int32)), flexgen.UnsupportedProblemError, "(2,)", "(3,)")
     wrong = torch.tensor([1, 101, 3])
     refusal(call(wrong, validate=True), flexgen.UnsupportedProblemError, "kv_lengths[1] is 101", "0 to 100")
     call(torch.tensor([0, 100, 3]), validate=True)()

@@ -28,17 +28,20 @@ class Sizes:
     D: int = 64
     Dv: int | None = None
     dtype: torch.dtype = torch.bfloat16
+    stored: torch.dtype | None = None  # of key and value, where it is another
+    page_size: int = 0
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        def empty(heads: int, length: int, head_dim: int) -> torch.Tensor:
-            return torch.empty(self.B, heads, length, head_dim, dtype=self.dtype, device="meta")
+        def stored(head_dim: int) -> torch.Tensor:
+            rows = (self.B * self.max_pages, self.page_size) if self.page_size else (self.B, self.Lk)
+            return torch.empty(rows[0], self.Hkv, rows[1], head_dim, dtype=self.stored or self.dtype, device="meta")
 
-        value_dim = self.D if self.Dv is None else self.Dv
-        return (
-            empty(self.Hq, self.Lq, self.D),
-            empty(self.Hkv, self.Lk, self.D),
-            empty(self.Hkv, self.Lk, value_dim),
-        )
+        query = torch.empty(self.B, self.Hq, self.Lq, self.D, dtype=self.dtype, device="meta")
+        return query, stored(self.D), stored(self.D if self.Dv is None else self.Dv)
+
+    @property
+    def max_pages(self) -> int:
+        return self.Lk // self.page_size
 
 
 SIZES = Sizes()
@@ -92,6 +95,16 @@ def kernel(
 
 def key_counts(sizes: Sizes) -> Mapping[str, Any]:
     return {"kv_lengths": torch.empty(sizes.B, dtype=torch.int32, device="meta")}
+
+
+def pages(sizes: Sizes) -> Mapping[str, Any]:
+    table = torch.empty(sizes.B, sizes.max_pages, dtype=torch.int32, device="meta")
+    return {**key_counts(sizes), "page_table": table}
+
+
+def scales(sizes: Sizes) -> Mapping[str, Any]:
+    one = torch.empty(sizes.Hkv, dtype=torch.float32, device="meta")
+    return {"k_scale": one, "v_scale": one}
 
 
 def blocks(q_block_size: int, kv_block_size: int, sizes: Sizes = SIZES) -> Callable[[Mod], Any]:
@@ -282,6 +295,30 @@ def decode_of_sinks_and_window():
         return (distance >= 0) & ((distance < window) | (kv_idx < sinks))
 
     return None, sink_mask
+
+
+@kernel(Sizes(B=8, Hq=32, Hkv=8, Lq=1, Lk=32768, D=128, page_size=64), options=DECODE, brings=pages)
+def decode_of_pages():
+    return None, None
+
+
+@kernel(
+    Sizes(B=8, Hq=16, Hkv=8, Lq=1, Lk=8192, D=128, stored=torch.float8_e4m3fn, page_size=16),
+    options=DECODE,
+    brings=lambda sizes: {**pages(sizes), **scales(sizes)},
+)
+def decode_of_small_pages_in_float8():
+    return None, None
+
+
+@kernel(Sizes(stored=torch.float8_e5m2), brings=scales)
+def prefill_of_float8():
+    return None, causal_mask
+
+
+@kernel(Sizes(page_size=128), brings=pages)
+def prefill_of_pages():
+    return None, causal_mask
 
 
 @kernel(brings=key_counts)

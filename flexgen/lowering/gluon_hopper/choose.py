@@ -129,7 +129,11 @@ def _wrong_chip(question: Question) -> str | None:
 
 
 def _dtype(question: Question) -> str | None:
-    dtype = question.problem.query_dtype
+    dtype, problem = question.problem.query_dtype, question.problem
+    if problem.converts_keys:
+        return "the warpgroup instructions would multiply keys as they are stored, in 8 bits"
+    if problem.k_scale or problem.v_scale:
+        return "k_scale and v_scale are applied by plain Triton kernels alone"
     half = dtype in (torch.float16, torch.bfloat16)
     return None if half else f"the warpgroup instructions multiply half precision, not {dtype}"
 
@@ -161,6 +165,8 @@ def _lengths(question: Question) -> str | None:
         return f"at most {guard.q_bucket} queries do not fill a warpgroup's {WARPGROUP_ROWS} rows"
     if 0 < guard.kv_bucket < FEW_KEYS:
         return f"at most {guard.kv_bucket} keys are less than a tile"
+    if question.problem.page_size:
+        return "keys lie in pages"
     if question.problem.lengths_dtype is not None:
         return "kv_lengths gives each batch row a number of keys of its own"
     if guard.wide_index:

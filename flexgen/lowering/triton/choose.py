@@ -26,6 +26,7 @@ from flexgen.problem import DIVISOR, Guard, Problem
 MAX_HEAD_DIM = 512
 NOMINAL_LENGTH = 8192  # the sequence that mask ranges are measured on
 LARGEST_SAFE = 1e37  # constants up to this do not make a finite score infinite
+LEAST_PAGE = 32  # keys: a smaller page is gathered from, by tiles of several
 EXTREME = 1e8  # scores of this magnitude are off by several units when multiplied by log2(e)
 
 
@@ -86,9 +87,19 @@ def plan_fields(question: Question, answers: Answers, plan: type) -> dict[str, A
         "wide": guard.wide,
         "wide_index": guard.wide_index,
         "lengths_dtype": problem.lengths_dtype,
+        "K_SCALE": problem.k_scale,
+        "V_SCALE": problem.v_scale,
+        "decoded": decoded_tensors(problem, question.target),
         "decisions": tuple(answers.decisions),
     }
     return {name: value for name, value in known.items() if name in names}
+
+
+def decoded_tensors(problem: Problem, target: Target) -> frozenset[str]:
+    """Return the tensors whose elements a kernel decodes from bytes; see ForwardPlan."""
+    stored = {"key": problem.key_dtype, "value": problem.value_dtype}
+    e4m3 = frozenset(name for name, dtype in stored.items() if dtype == torch.float8_e4m3fn)
+    return frozenset() if target.has_e4m3 else e4m3
 
 
 _NOT_BUILT = {
@@ -161,7 +172,7 @@ def decide_table(question: Question, answers: Answers) -> None:
 
 def decide_packing(question: Question, answers: Answers) -> None:
     group, bucket = question.problem.group, question.guard.q_bucket
-    has_offsets = question.problem.has_offsets
+    has_offsets, page_size = question.problem.has_offsets, question.problem.page_size
     has_table = question.problem.table is not None
     if packs_heads(group, bucket, has_table=has_table):
         value, because = group, f"at most {bucket} queries: the {group} heads of a group share a tile and its keys"
@@ -169,7 +180,7 @@ def decide_packing(question: Question, answers: Answers) -> None:
         value, because = 1, "one query head a key head"
     else:
         value, because = 1, "a block table may differ between heads" if has_table else "one head fills a tile"
-    answers.add("index_map", IndexMap(value, has_offsets), because)
+    answers.add("index_map", IndexMap(value, has_offsets, page_size), because)
 
 
 def _tile(question: Question, answers: Answers) -> None:
@@ -183,10 +194,28 @@ def _tile(question: Question, answers: Answers) -> None:
         captured_loads(question.mods),
         bulk_copies=bool(question.options.USE_TMA),
         splits_operands=question.options.FLOAT32_PRECISION == "tf32x3",
+        looks_up_pages=problem.page_size > 0,
     )
     head_dim, masked = max(shape.qk_rounded, shape.v_rounded), question.mods.mask is not None
     first, origin = preferred(problem.query_dtype, head_dim, question.target, masked=masked)
-    settle_tile(question, answers, _fit_lengths(first, question, answers), origin, shape, ForwardPhysics())
+    first, origin = fit_pages(_fit_lengths(first, question, answers), origin, question)
+    settle_tile(question, answers, first, origin, shape, ForwardPhysics())
+
+
+def fit_pages(tile: Tile, origin: str, question: Question) -> tuple[Tile, str]:
+    """Return a first choice, and where it comes from, for keys that lie in pages.
+
+    A tile lies inside one page where that costs little; else each key finds its own page. Triton's pipeline fetches
+    pages as many steps ahead as keys, so that it takes twice the stages to have as many keys in flight.
+    """
+    page_size = question.problem.page_size
+    if not page_size:
+        return tile, origin
+    inside = largest_power_of_two_divisor(page_size)
+    block_n = inside if LEAST_PAGE <= inside < tile.BLOCK_N else tile.BLOCK_N
+    stages = 2 * tile.num_stages - 1 if question.target.backend == "cuda" else tile.num_stages
+    tile = dataclasses.replace(tile, BLOCK_N=block_n, num_stages=stages)
+    return tile, f"{origin}; pages are looked up a step before keys are fetched"
 
 
 def settle_tile(
@@ -314,12 +343,34 @@ def decide_scale(question: Question, answers: Answers) -> None:
     answers.add("SUBTRACT_FIRST", extreme is not None, extreme or "scores of moderate size")
 
 
+def decide_stored(question: Question, answers: Answers) -> None:
+    """Note how keys and values are stored, where that is not simply as the query."""
+    problem = question.problem
+    if problem.converts_keys:
+        stored = f"{problem.key_dtype} and {problem.value_dtype}".replace("torch.", "")
+        how = f"converted to {problem.query_dtype}".replace("torch.", "") + " after they are read"
+        decoded = decoded_tensors(problem, question.target)
+        how += f"; {question.target.name} cannot, so bits of float8_e4m3fn are moved into float16" if decoded else ""
+        answers.add("stored", stored, how)
+    if problem.page_size:
+        inside = problem.page_size % answers["BLOCK_N"] == 0
+        how = "a tile of keys lies in one page" if inside else "a tile of keys spans pages: each key looks up its own"
+        answers.add("PAGE_SIZE", problem.page_size, how)
+    if problem.k_scale:
+        answers.add("K_SCALE", True, "k_scale is read for each key head, and multiplies the scores' scale")
+    if problem.v_scale:
+        how = {"head": "read for each key head", "number": "an argument"}[problem.v_scale]
+        answers.add("V_SCALE", problem.v_scale, f"v_scale is {how}, and multiplies the output once")
+
+
 def fold(question: Question, prescale: bool) -> tuple[bool, str]:
     scale = question.problem.scale
     if question.mods.score is not None:
         return False, "score_mod sees the scaled score"
     if prescale:
         return False, "the query is scaled already"
+    if question.problem.k_scale:
+        return False, "k_scale is read for each head"
     if scale is None or scale <= 0:
         return False, "only a scale known to be positive keeps the order of scores"
     return True, "identity score_mod: one multiplier for scale and log2(e) inside the exponential"
@@ -398,6 +449,10 @@ def _tma_blocker(question: Question, answers: Answers) -> str | None:
     problem = question.problem
     if not question.target.has_tma:
         return f"{question.target.name} has no bulk copy engine"
+    if problem.page_size:
+        return "keys lie in pages"
+    if problem.converts_keys:
+        return "keys and values are converted after they are read"
     if not {"key", "value"} <= problem.unit_stride:
         return "the last dimension of key or value is strided"
     if not {"key", "value"} <= question.guard.aligned:
@@ -500,6 +555,7 @@ _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     _tile,
     decide_divisible,
     decide_scale,
+    decide_stored,
     decide_rows_safe,
     _tma,
     _subtiling,

@@ -8,7 +8,6 @@ from dataclasses import replace
 from flexgen.lowering.index_map import PACKED_QUERIES
 from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.schedule import Walk
-from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.choose import (
     Answers,
     Question,
@@ -18,7 +17,10 @@ from flexgen.lowering.triton.choose import (
     decide_outputs,
     decide_packing,
     decide_scale,
+    decide_stored,
     decide_table,
+    decoded_tensors,
+    fit_pages,
     plan_fields,
     refuse_float64,
     settle_tile,
@@ -92,18 +94,22 @@ def _decide_tile(question: Question, answers: Answers) -> None:
         problem.value_dtype.itemsize,
         captured_loads(question.mods),
         splits_operands=question.options.FLOAT32_PRECISION == "tf32x3",
+        looks_up_pages=problem.page_size > 0,
     )
     rows = question.guard.q_bucket * answers["index_map"].packed_heads
     block_m = min(MOST_ROWS, round_up_to_power_of_two(rows))
-    tile, origin = _preferred(shape, block_m, question.target)
+    tile, origin = fit_pages(*_preferred(question, shape, block_m), question)
     settle_tile(question, answers, tile, origin, shape, ForwardPhysics())
 
 
-def _preferred(shape: TileShape, block_m: int, target: Target) -> tuple[Tile, str]:
+def _preferred(question: Question, shape: TileShape, block_m: int) -> tuple[Tile, str]:
+    target = question.target
     if target.backend == "interpret":
         return Tile(block_m, 128, 4, 1), "the interpreter's cost is per step, not per element"
     row_bytes = shape.qk_rounded * shape.key_bytes + shape.v_rounded * shape.value_bytes
     block_n = min(128, max(16, TILE_BYTES // row_bytes))
+    if decoded_tensors(question.problem, target):
+        block_n = max(16, block_n // 2)  # moving the bits of float8_e4m3fn takes registers
     if shape.query_bytes >= 4:
         keys = 32 if max(shape.qk_rounded, shape.v_rounded) <= 64 else 16
         return Tile(min(block_m, 32), keys, 8, 2), "float32 products run outside the matrix units: small tiles"
@@ -151,6 +157,7 @@ _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     _decide_combining,
     _decide_lengths,
     decide_scale,
+    decide_stored,
     _decide_absent,
     decide_arithmetic,
     decide_outputs,
