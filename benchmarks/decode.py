@@ -5,7 +5,8 @@
 
 Every output is checked against float32 first. Times are of the device: each contender is captured in a CUDA graph of
 calls over several caches, which are read in turn so that none is found in the L2 cache; graphs run in interleaved
-rounds, and the median counts. TB/s count the live keys and values, read once. Host time is that of a warm call.
+rounds, and the median counts. TB/s count the live keys and values, read once, as bf16. Host time is that of a warm
+call.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from benchmarks.timing import Contender, interleaved
 HEAD_DIM = 128
 COLD_BYTES = 512 << 20  # read between two reads of one cache; several times the L2 cache of any device
 WINDOW, CAP = 4096, 30.0
+
+PAGED = ("b8_32k", "b1_131k")  # cases that are timed in pages too
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Call = Callable[[Tensors], torch.Tensor]
@@ -104,6 +107,50 @@ def flexgen_calls(case: Case, variants: dict[str, dict[str, Any]]) -> dict[str, 
     return calls
 
 
+def paged_calls(case: Case, page_sizes: list[int], options: dict[str, Any]) -> dict[str, Call]:
+    """Return a call for each page size: the cache is seen as pages, which a random table puts in order.
+
+    Pages are views of the contiguous cache [B, Hkv, L, D], brought to [n_pages, Hkv, page_size, D] once and kept.
+    """
+    lengths = torch.full((case.batch,), case.kv_len, device="cuda", dtype=torch.int32)
+    attention = flexgen.compile(*case.mods(), options)
+    calls: dict[str, Call] = {}
+    for page_size in page_sizes:
+        table, kept = _page_table(case, page_size), {}
+
+        def call(tensors: Tensors, page_size: int = page_size, table: torch.Tensor = table, kept: dict = kept):
+            if id(tensors) not in kept:
+                kept[id(tensors)] = [_in_pages(tensor, table, page_size) for tensor in tensors[1:]]
+            return attention(tensors[0], *kept[id(tensors)], kv_lengths=lengths, page_table=table)
+
+        calls[f"pages of {page_size}"] = call
+    return calls
+
+
+def _page_table(case: Case, page_size: int) -> torch.Tensor:
+    pages = case.kv_len // page_size
+    return torch.randperm(case.batch * pages, device="cuda").view(case.batch, pages).int()
+
+
+def _in_pages(tensor: torch.Tensor, table: torch.Tensor, page_size: int) -> torch.Tensor:
+    batch, heads, length, head_dim = tensor.shape
+    pages = tensor.new_empty(batch * length // page_size, heads, page_size, head_dim)
+    pages[table.long()] = tensor.view(batch, heads, length // page_size, page_size, head_dim).transpose(1, 2)
+    return pages
+
+
+def float8_calls(case: Case, options: dict[str, Any]) -> dict[str, Call]:
+    """Return a call with keys and values in float8_e4m3fn; its inputs are converted once and kept."""
+    attention, kept = flexgen.compile(*case.mods(), options), {}
+
+    def call(tensors: Tensors) -> torch.Tensor:
+        if id(tensors) not in kept:
+            kept[id(tensors)] = [tensor.to(torch.float8_e4m3fn) for tensor in tensors[1:]]
+        return attention(tensors[0], *kept[id(tensors)], k_scale=1.0, v_scale=1.0)
+
+    return {"float8": call}
+
+
 def peer_calls(case: Case) -> dict[str, Call]:
     score_mod, mask_mod = case.mods()
     mask = create_block_mask(mask_mod, case.batch, None, 1, case.kv_len, "cuda") if mask_mod else None
@@ -173,16 +220,20 @@ def host_times() -> dict[str, float]:
         return {name: host_microseconds(lambda call=call: call(tensors)) for name, call in calls.items()}
 
 
-def run(case: Case, rounds: int, variants: dict[str, dict[str, Any]], *, peers: bool) -> dict[str, Any]:
+def run(
+    case: Case, rounds: int, variants: dict[str, dict[str, Any]], page_sizes: list[int], *, peers: bool, float8: bool
+) -> dict[str, Any]:
     torch.compiler.reset()
     inputs = caches(case)
-    calls = flexgen_calls(case, variants) | (peer_calls(case) if peers else {})
+    calls = flexgen_calls(case, variants) | paged_calls(case, page_sizes, {})
+    calls |= float8_calls(case, {}) if float8 else {}
+    calls |= peer_calls(case) if peers else {}
     with torch.no_grad():
         errors = {name: error_of(call, case, inputs[0]) for name, call in calls.items()}
         replays = {name: captured(call, inputs) for name, call in calls.items()}
         milliseconds = {name: ms / len(inputs) for name, ms in interleaved(replays, rounds).items()}
     speeds = {name: case.live_bytes / ms / 1e9 for name, ms in milliseconds.items()}
-    wrong = sorted(name for name, error in errors.items() if not error < 0.01)
+    wrong = sorted(name for name, error in errors.items() if not error < (0.1 if name == "float8" else 0.01))
     return {"case": case.name, "ms": milliseconds, "tb_per_s": speeds, "errors": errors, "wrong": wrong}
 
 
@@ -206,7 +257,8 @@ def report(results: dict[str, Any]) -> str:
         f"# Decode\n\n{about['device']}, bf16, head dim {HEAD_DIM}, one query a sequence.\n"
         f"{versions}, {about['date']}.\n"
         f"Medians of interleaved rounds in one process: `{about['command']}`. Times are of the device, in CUDA graphs\n"
-        "over several caches; TB/s count the live keys and values once. Outputs checked against float32 first.\n\n"
+        "over several caches; TB/s count the live keys and values once, as bf16. Outputs checked against float32\n"
+        "first.\n\n"
         f"{table(results['rows'])}\n\nHost time of a warm call:\n\n| contender | us |\n| --- | ---: |\n{host}\n"
     )
 
@@ -235,6 +287,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--variants", default="{}", help="JSON: name -> options, timed beside the defaults")
     parser.add_argument("--grid", default="", help='variants of all combinations: "BLOCK_N=64,128 SPLIT_KV=4,8"')
+    parser.add_argument("--page-size", nargs="*", type=int, default=[16, 32, 64, 128], help=f"of {', '.join(PAGED)}")
+    parser.add_argument("--no-float8", dest="float8", action="store_false", help="leave out float8 keys and values")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="time flexgen's variants alone")
     parser.add_argument("--out", type=Path, help="JSON; a page with the suffix .md is written beside it")
     args = parser.parse_args()
@@ -245,7 +299,8 @@ def main() -> None:
     for case in CASES:
         if case.name not in args.case:
             continue
-        results["rows"].append(run(case, args.rounds, variants, peers=args.peers))
+        page_sizes = args.page_size if case.name in PAGED else []
+        results["rows"].append(run(case, args.rounds, variants, page_sizes, peers=args.peers, float8=args.float8))
         print(table(results["rows"][-1:]), flush=True)
         torch.cuda.empty_cache()
     results["host_us"] = host_times() if args.peers else {}
