@@ -14,7 +14,7 @@ from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
-from flexgen.extras import NO_EXTRAS, NO_SIDES, Extras, given_sides
+from flexgen.extras import NO_EXTRAS, NO_SIDES, VALIDATED, Extras, given_sides
 from flexgen.ir.graph import Axis
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import DEFAULT_TARGET, Target, target_named
@@ -150,8 +150,11 @@ class Attention:
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
-        sides = given_sides(kv_lengths=kv_lengths, page_table=page_table, k_scale=k_scale, v_scale=v_scale)
-        extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, sides, validate)
+        sides = given_sides(kv_lengths, page_table, k_scale, v_scale)
+        if scale is None and return_aux is None and block_table is None and sides is NO_SIDES and sinks is None:
+            extras = NO_EXTRAS if not validate else VALIDATED
+        else:
+            extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, sides, validate)
         if needs_operator(query):
             if query.is_nested:
                 check_tensors(*tensors, self.options.layout)
@@ -190,8 +193,10 @@ class Attention:
             refuse_gradients(extras.sides, key)
             extras = replace(extras, aux=replace(extras.aux, lse=True))
         prepared, buffers = self._ready(reading, tensors, extras)
-        values = Values(reading.buffers, buffers, reading.scalars)
-        lists = self._tables.lists(prepared.request, extras.block_table, values)
+        lists: Mapping[str, Any] = {}
+        if prepared.request is not None:
+            values = Values(reading.buffers, buffers, reading.scalars)
+            lists = self._tables.lists(prepared.request, extras.block_table, values)
         if records:
             outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras.block_table)
         else:
@@ -307,7 +312,7 @@ class Attention:
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
         loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
         chip = target_named(target) if target else _offline_target(query)
-        sides = given_sides(kv_lengths=kv_lengths, page_table=page_table, k_scale=k_scale, v_scale=v_scale)
+        sides = given_sides(kv_lengths, page_table, k_scale, v_scale)
         extras = Extras(scale, aux, block_table, sides)
         if trains:
             refuse_gradients(sides, key)
@@ -392,17 +397,18 @@ class Attention:
             device = query.get_device()
             if any([buffer.get_device() != device for buffer in reading.buffers]):  # noqa: C419 (faster)
                 return None
-        return (
+        return (  # of query, key and value what tensor_form says, without the calls
             id(reading.captured),
-            tensor_form(query),
-            tensor_form(key),
-            tensor_form(value),
+            *(query.shape, query.stride(), query.dtype, query.get_device(), query.data_ptr() & 15),
+            *(key.shape, key.stride(), key.dtype, key.get_device(), key.data_ptr() & 15),
+            *(value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15),
             scale,
-            extras.aux,
+            extras.aux.lse,
+            extras.aux.max_scores,
             table_form(block_table) if block_table is not None else None,
-            _sides_form(extras.sides) if extras.sides else None,
-            tuple([tensor_form(buffer) for buffer in reading.buffers]),
-            self._scalar_form(reading),
+            tuple([_side_form(*named) for named in extras.sides.items()]) if extras.sides else None,
+            tuple([tensor_form(buffer) for buffer in reading.buffers]) if reading.buffers else None,
+            self._scalar_form(reading) if reading.scalars else None,
         )
 
     def _scalar_form(self, reading: Reading) -> Hashable:
@@ -587,18 +593,16 @@ def _offline_target(query: torch.Tensor) -> Target:
 def _named(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sides: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call's tensors, and what it brings beside them, by the names that kernels have for them."""
     named: dict[str, Any] = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
-    return {**named, **sides} if sides else named
+    if sides:
+        named.update(sides)
+    return named
 
 
-def _sides_form(sides: Mapping[str, Any]) -> tuple[Hashable, ...]:
-    """Return what a prepared launch depends on: of tensors the form, of k_scale, which is part of the scale, its value.
-
-    What is neither tensor nor number has no form that is kept, and is refused each time.
-    """
-    return tuple(
-        (name, tensor_form(side) if isinstance(side, torch.Tensor) else (type(side), side if name == "k_scale" else 0))
-        for name, side in sides.items()
-    )
+def _side_form(name: str, side: Any) -> tuple[Hashable, ...]:
+    """Return what a prepared launch depends on: a tensor's form; of k_scale, which is part of the scale, the value."""
+    if isinstance(side, torch.Tensor):
+        return (name, *tensor_form(side))
+    return (name, type(side).__name__, side if name == "k_scale" else None)
 
 
 def _broadcast(tensor: torch.Tensor, batch: int) -> torch.Tensor:

@@ -34,10 +34,13 @@ class Extras:
     validate: bool = False
 
 
-def given_sides(**sides: Any) -> Mapping[str, Any]:
+def given_sides(kv_lengths: Any, page_table: Any, k_scale: Any, v_scale: Any) -> Mapping[str, Any]:
     """Return those of the arguments that are given."""
-    given = {name: value for name, value in sides.items() if value is not None}
-    return given or NO_SIDES
+    if kv_lengths is page_table is k_scale is v_scale is None:
+        return NO_SIDES
+    sides = {"kv_lengths": kv_lengths, "page_table": page_table, "k_scale": k_scale, "v_scale": v_scale}
+    return {name: value for name, value in sides.items() if value is not None}
 
 
 NO_EXTRAS = Extras()
+VALIDATED = Extras(validate=True)

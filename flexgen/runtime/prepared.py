@@ -120,6 +120,7 @@ class Prepared:
         self.request = request
         self.basis: Any = None  # makes what the backward needs to know; set by whoever prepares
         self._outputs = outputs
+        self._is_like_query = outputs.is_like(launch.tensors["query"])
         self._keep = keep
         launch = kernel.settled(launch)
         self._scratch = kernel.scratch_elements(launch)
@@ -131,7 +132,7 @@ class Prepared:
 
     def run(
         self,
-        tensors: Tensors,
+        tensors: dict[str, Any],
         buffers: Sequence[torch.Tensor],
         scalars: Sequence[int | float],
         lists: Tensors,
@@ -139,12 +140,13 @@ class Prepared:
         """Launch with query, key, value and the call's other tensors by name; return the outputs.
 
         Args:
+            tensors: the run adds its own to them.
             buffers, scalars: captured values.
             lists: of a derived table.
         """
         query = tensors["query"]
-        outputs = self._outputs.allocate(query)
-        tensors = {**tensors, **outputs}
+        outputs = {"output": torch.empty_like(query)} if self._is_like_query else self._outputs.allocate(query)
+        tensors.update(outputs)
         if self._scratch is not None:
             tensors["partials"] = query.new_empty(self._scratch, dtype=self._outputs.aux_dtype)
         for step in self._steps:

@@ -198,6 +198,8 @@ def _tile(question: Question, answers: Answers) -> None:
     )
     head_dim, masked = max(shape.qk_rounded, shape.v_rounded), question.mods.mask is not None
     first, origin = preferred(problem.query_dtype, head_dim, question.target, masked=masked)
+    if problem.converts_keys and head_dim > 128 and question.target.backend != "interpret":
+        first, origin = dataclasses.replace(first, BLOCK_N=first.BLOCK_N // 2), f"{origin}; converting takes registers"
     first, origin = fit_pages(_fit_lengths(first, question, answers), origin, question)
     settle_tile(question, answers, first, origin, shape, ForwardPhysics())
 
