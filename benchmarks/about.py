@@ -29,3 +29,9 @@ def environment(module: str, *, gpu: bool = True) -> dict[str, str]:
         "python": platform.python_version(),
         "command": " ".join(["python -m", f"benchmarks.{module}", *sys.argv[1:]]),
     }
+
+
+def require_gpu(module: str) -> None:
+    """Leave with a message where there is no GPU to run `benchmarks.module` on."""
+    if not torch.cuda.is_available():
+        sys.exit(f"benchmarks.{module} measures on a CUDA device, and torch finds none here; run it on such a machine")

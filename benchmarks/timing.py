@@ -1,33 +1,18 @@
-"""Timing on a GPU: contenders in interleaved rounds, medians of device-event times."""
+"""Timing for the benchmarks: medians over interleaved rounds, of calls that run back to back."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-Contender = Callable[[], object]
+from flexgen.runtime.timing import Contender, DeviceStopwatch
+from flexgen.runtime.timing import interleaved as times_of
+
+__all__ = ["Contender", "interleaved"]
 
 
 def interleaved(contenders: Mapping[str, Contender], rounds: int, target_ms: float = 60.0) -> dict[str, float]:
     """Return the median milliseconds of one call of each contender, over interleaved rounds."""
-    counts = {name: max(2, int(target_ms / max(_time(call, 2), 1e-3))) for name, call in contenders.items()}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, call in contenders.items():
-            times[name].append(_time(call, counts[name]))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def _time(call: Contender, count: int) -> float:
-    """Return the milliseconds of one call, from device events around `count` calls."""
-    call()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(count):
-        call()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / count
+    stopwatch = DeviceStopwatch(torch.device("cuda"), cold=False)
+    return {name: times.median for name, times in times_of(contenders, rounds, stopwatch, target_ms).items()}

@@ -64,7 +64,7 @@ def flex_attention(
     """Compute attention with torch's signature and the meaning of torch's compiled flex_attention.
 
     Args:
-        query, key, value: as for an Attention, in [B, H, L, D] order.
+        query, key, value: as for an Attention, in [B, H, L, D] order; nested tensors too, without a block_mask.
         score_mod: as in `compile`.
         block_mask: torch's BlockMask: only listed blocks are visited, its mask_mod applied on partial ones.
         scale: multiplies the products; 1/sqrt(Dqk) by default.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -13,12 +15,15 @@ import torch
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
+from flexgen.dropout import read_dropout, read_probability
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
-from flexgen.extras import NO_EXTRAS, NO_SIDES, VALIDATED, Extras, given_sides
+from flexgen.extras import NO_EXTRAS, Extras, given_sides
 from flexgen.ir.graph import Axis
+from flexgen.jagged import is_nested, read_jagged
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import DEFAULT_TARGET, Target, target_named
 from flexgen.options import Options
+from flexgen.pickling import check_pickles
 from flexgen.pipeline import ForwardKernel, Understood, compile_forward, compile_table, has_tail, understand
 from flexgen.problem import INDEX_LIMIT, Guard, Problem, TableForm
 from flexgen.runtime.bind import bind
@@ -36,19 +41,40 @@ from flexgen.runtime.describe import (
 )
 from flexgen.runtime.device_target import target_of
 from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_is_needed, refuse_gradients
+from flexgen.runtime.dropout import SEED, Dropout
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
+from flexgen.runtime.packing import (
+    Packing,
+    check_contents,
+    check_packing,
+    packing_of,
+    refuse_lengths,
+    refuse_table,
+)
 from flexgen.runtime.prepared import Prepared, tensor_form
 from flexgen.runtime.sides import Extents, Side, checked_sides, room
 from flexgen.runtime.split_kernel import kernel_of
 from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.sinks import add_sinks, check_sinks
 from flexgen.tables import Tables, check_derived, placeholder_lists
-from flexgen.torch_library.call import OperatorForm, autocast, call_operator, needs_operator, operator_form
+from flexgen.torch_library.call import (
+    OperatorForm,
+    OperatorForms,
+    autocast,
+    call_operator,
+    needs_operator,
+    refuse_distributed,
+    share_of,
+)
 from flexgen.torch_library.refuse import refuse
+from flexgen.torch_library.spec import AT_ZERO, Starts
 from flexgen.training import Basis, Training
+from flexgen.tuning.autotune import autotuned_settings, refuse_autotune
+from flexgen.tuning.tune import TuningSubject
 
+_log = logging.getLogger("flexgen")
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
 MAX_PREPARED = 1024  # forms of call kept; the least recently made go first
 
@@ -83,6 +109,7 @@ class Attention:
         self.options = options
         self._forward_options = options.forward()
         self._mods = LiveMods(score_mod, mask_mod)
+        self._forms = OperatorForms(self._mods, options)
         self._understood: dict[int, Understood] = {}
         self._kernels: dict[Hashable, Kernel] = {}
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
@@ -90,11 +117,24 @@ class Attention:
         self._tables = Tables(self._forward_options)
         self._training = Training(options.backward(), self._tables)
         self._scales: dict[float, None] = {}
+        self._tuned: dict[Hashable, Attention] = {}
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the callables and options alone."""
+        """Pickle as the callables and options alone.
+
+        Raises:
+            ModPicklingError: a mod could not be found again by its name.
+        """
+        check_pickles(self.score_mod, self.mask_mod)
         return Attention, (self.score_mod, self.mask_mod, self.options)
+
+    def __copy__(self) -> Attention:
+        return Attention(self.score_mod, self.mask_mod, self.options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attention:
+        """Copy as the callables and options alone: a copied module's mods read the copy."""
+        return Attention(copy.deepcopy(self.score_mod, memo), copy.deepcopy(self.mask_mod, memo), self.options)
 
     def __call__(
         self,
@@ -109,7 +149,11 @@ class Attention:
         page_table: torch.Tensor | None = None,
         k_scale: torch.Tensor | float | None = None,
         v_scale: torch.Tensor | float | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        dropout_p: float = 0,  # no float, of which torch.compile makes a symbol
+        generator: torch.Generator | None = None,
         validate: bool = False,
     ) -> Any:
         """Compute attention.
@@ -133,9 +177,21 @@ class Attention:
             k_scale, v_scale: a number, or [Hkv], float32: what keys and values are multiplied by, as part of the scale
                 and of the output. Meant for keys and values in float8_e4m3fn or float8_e5m2, which go with a float16 or
                 bfloat16 query and are converted to its dtype after they are read. No gradients.
+            cu_seqlens_q: [sequences + 1], int32 or int64, on the query's device: the batch is 1, and sequence i is the
+                queries [cu_seqlens_q[i], cu_seqlens_q[i + 1]), which see the keys of the same sequence alone. It begins
+                with 0 and never decreases; queries behind its last entry give 0 and a logsumexp of -inf. For the mods
+                b is i, and q_idx and kv_idx count from the sequence's first token. Contents may change freely: nothing
+                is waited for and nothing compiled again.
+            cu_seqlens_k: the same of keys and values; None where they are packed as the queries are.
             sinks: [Hq], floating: a logit for each query head that only enlarges the softmax's denominator; it may
                 require grad. The logsumexp includes it, max_scores do not.
-            validate: check the block table's lists, kv_lengths and the page table; waits for the device.
+            dropout_p: the probability, from 0 to 1, that a softmax weight is dropped; those kept are divided by
+                1 - dropout_p. It does not touch logsumexp and max_scores, and may change from call to call at no cost.
+            generator: of the query's device, draws what is dropped; torch's default generator if None.
+            validate: check the contents of block table, kv_lengths, page table and cu_seqlens; waits for the device.
+
+        query, key and value may be nested tensors of the jagged layout: their sequences are packed, each by itself, and
+        what is returned is nested as the query is.
 
         Returns:
             [B, Hq, Lq, Dv] in the query's dtype and layout; with return_aux, a pair with an AuxOutput. A row without
@@ -143,27 +199,71 @@ class Attention:
 
         Raises:
             CaptureError: a mod cannot be traced or uses operations that are not compiled.
-            UnsupportedProblemError, ProblemTypeError: the tensors do not form an attention problem.
+            UnsupportedProblemError, ProblemTypeError: the tensors do not form an attention problem, or `dropout_p` is
+                no probability.
             OptionError: an option cannot be honoured for this problem.
         """
         aux = read_aux_request(return_aux)
+        packing = packing_of(cu_seqlens_q, cu_seqlens_k)
+        jagged = None
+        if is_nested(query, key, value):
+            jagged = read_jagged(query, key, value, self.options.layout, packing)
+            packing, (query, key, value) = jagged.packing, jagged.tensors
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
         sides = given_sides(kv_lengths, page_table, k_scale, v_scale)
-        if scale is None and return_aux is None and block_table is None and sides is NO_SIDES and sinks is None:
-            extras = NO_EXTRAS if not validate else VALIDATED
-        else:
-            extras = Extras(scale, aux if sinks is None else replace(aux, lse=True), block_table, sides, validate)
-        if needs_operator(query):
-            if query.is_nested:
-                check_tensors(*tensors, self.options.layout)
+        if self.options.autotune:  # measured without dropout
+            given = dict(packing.named if packing is not None else {}, block_table=block_table, **sides)
+            result = self._tuned_for(*tensors, given)(
+                *tensors,
+                scale,
+                return_aux,
+                sinks=sinks,
+                dropout_p=dropout_p,
+                generator=generator,
+                validate=validate,
+                **given,
+            )
+            return result if jagged is None else jagged.nested(result)
+        dropout = read_dropout(dropout_p, generator, query)
+        aux_needed = aux if sinks is None else replace(aux, lse=True)
+        extras = Extras(scale, aux_needed, block_table, packing, validate, dropout, sides)
+        if needs_operator(query, key, value):
             outputs = self._through_operator(tensors, extras)
         else:
             outputs = self.run(self._read(*tensors), tensors, extras)
         if sinks is not None:
             outputs |= self._with_sinks(outputs, sinks)
-        return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+        result = outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))
+        return result if jagged is None else jagged.nested(result)
+
+    def _tuned_for(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: Mapping[str, Any]
+    ) -> Attention:
+        """Return the attention with the options that are fastest for a call, which are searched the first time."""
+        tensors = (query, key, value)
+        refuse_autotune(*tensors)
+        check_tensors(*tensors, self.options.layout)
+        backward = grad_is_needed(*tensors, self._read(*tensors).buffers)
+        forms = [
+            table_form(it) if name == "block_table" else tensor_form(it) for name, it in given.items() if it is not None
+        ]
+        key_of_call = (query.device, backward, *forms, *((t.dtype, t.shape, t.stride()) for t in tensors))
+        tuned = self._tuned.get(key_of_call)
+        if tuned is None:
+            with self._lock:
+                tuned = self._tuned.get(key_of_call)
+                if tuned is None:
+                    subject = TuningSubject(self._with_options, tensors, self.options.layout, given)
+                    tuned = self._tuned[key_of_call] = self._with_options(autotuned_settings(subject, backward))
+        return tuned
+
+    def _with_options(self, settings: Mapping[str, Any]) -> Attention:
+        """Return an attention of the same captured mods, so that block tables made for one serve the other."""
+        made = Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
+        made._mods, made._understood = self._mods, self._understood
+        return made
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
         output, lse = outputs["output"], outputs["logsumexp"]
@@ -198,9 +298,9 @@ class Attention:
             values = Values(reading.buffers, buffers, reading.scalars)
             lists = self._tables.lists(prepared.request, extras.block_table, values)
         if records:
-            outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras.block_table)
+            outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras)
         else:
-            outputs = prepared.run(_named(tensors, extras.sides), buffers, reading.scalars, lists)
+            outputs = prepared.run(_named(tensors, extras), buffers, reading.scalars, lists)
         if self.options.layout == "bshd":
             outputs["output"] = outputs["output"].transpose(1, 2)
         return outputs
@@ -241,23 +341,24 @@ class Attention:
         """Make the call as one operator that whatever traces the program can see; torch.compile traces this."""
         if extras.validate:
             refuse(
-                "validate=True was passed to a call that is being traced",
+                "validate=True was passed to a call that is being traced, or is made of DTensors",
                 why="it looks at the lists' contents, which a trace does not have",
-                fix="validate the block table in a call outside of the compiled region",
+                fix="validate the block table in a call of plain tensors, outside of a compiled region",
             )
         if extras.sides:
             refuse(
-                f"{next(iter(extras.sides))} was passed to a call that is being traced",
-                why="the operator that stands for a call in a trace does not take it yet",
-                fix="call this attention outside of the traced region",
+                f"{next(iter(extras.sides))} was passed to a call that is being traced, or is made of DTensors",
+                why="the operator that stands for such a call does not take it yet",
+                fix="call this attention outside of the traced region, or with each rank's own tensors, .to_local()",
             )
         if extras.block_table is not None:
             self._check_mask_of(extras.block_table)
-        form = self._operator_form(tensors[0].dtype)
-        return call_operator(form, self.score_mod, self.mask_mod, tensors, extras)
+        share = share_of(tensors, self.options.layout)
+        form = self._operator_form(tensors[0].dtype, AT_ZERO if share is None else share.starts)
+        return call_operator(form, self.score_mod, self.mask_mod, tensors, extras, share)
 
-    def _operator_form(self, query_dtype: torch.dtype) -> OperatorForm:
-        return operator_form(self._mods, self.options, query_dtype)
+    def _operator_form(self, query_dtype: torch.dtype, starts: Starts) -> OperatorForm:
+        return self._forms.of(query_dtype, starts)
 
     # torch.compile runs this while it traces and takes the result for a constant: what the result depends on is read,
     # and so guarded, by `call_operator`.
@@ -270,17 +371,19 @@ class Attention:
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         buffers: Any,
         lists: Any,
-        block_table: Any,
+        extras: Extras,
     ) -> dict[str, torch.Tensor]:
         """Run a prepared forward under autograd."""
         basis: Basis = prepared.basis(reading.scalars)
-        if isinstance(block_table, DerivedTable):
-            basis = replace(basis, given=block_table)
+        if isinstance(extras.block_table, DerivedTable):
+            basis = replace(basis, given=extras.block_table)
         query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
         inputs = (query, _broadcast(key, query.shape[0]), _broadcast(value, query.shape[0]), *buffers)
         step = Step(
-            lambda: prepared.run(_named(tensors, NO_SIDES), buffers, reading.scalars, lists),
+            lambda: prepared.run(_named(tensors, extras), buffers, reading.scalars, lists),
             lambda *given: self._training.backward(basis, *given),
+            extras.packing,
+            extras.dropout,
         )
         return attend(step, inputs)
 
@@ -298,22 +401,34 @@ class Attention:
         page_table: torch.Tensor | None = None,
         k_scale: torch.Tensor | float | None = None,
         v_scale: torch.Tensor | float | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        dropout_p: float = 0,
     ) -> Lowered:
         """Lower for the given tensors without running; they may be real, meta or fake.
 
         Args:
+            query, key, value, scale, return_aux, block_table, kv_lengths, page_table, k_scale, v_scale, cu_seqlens_q,
+                cu_seqlens_k: as for a call.
             target: a chip such as "sm_90", or "interpret"; by default the tensors' device, and sm_90 without a GPU.
+            dropout_p: as for a call; only whether it is 0 matters, and nothing is drawn.
 
         Returns:
             The forward; and the backward kernels, if one of the tensors or of the captured ones requires grad.
         """
         aux = read_aux_request(return_aux)
+        packing = packing_of(cu_seqlens_q, cu_seqlens_k)
+        if is_nested(query, key, value):
+            jagged = read_jagged(query, key, value, self.options.layout, packing)
+            packing, (query, key, value) = jagged.packing, jagged.tensors
         reading = self._read(query, key, value)
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
         loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
         chip = target_named(target) if target else _offline_target(query)
+        p = read_probability(dropout_p)
+        dropout = Dropout(p, torch.empty(2, dtype=torch.int64, device="meta")) if p > 0.0 else None
         sides = given_sides(kv_lengths, page_table, k_scale, v_scale)
-        extras = Extras(scale, aux, block_table, sides)
+        extras = Extras(scale, aux, block_table, packing, dropout=dropout, sides=sides)
         if trains:
             refuse_gradients(sides, key)
         call = self._describe(reading, query, key, value, extras, chip)
@@ -394,6 +509,7 @@ class Attention:
         if (scale is not None and type(scale) not in (float, int)) or query.is_meta:
             return None
         if reading.buffers:
+            refuse_distributed(reading.buffers)
             device = query.get_device()
             if any([buffer.get_device() != device for buffer in reading.buffers]):  # noqa: C419 (faster)
                 return None
@@ -405,10 +521,12 @@ class Attention:
             scale,
             extras.aux.lse,
             extras.aux.max_scores,
+            extras.packing.form if extras.packing is not None else None,
             table_form(block_table) if block_table is not None else None,
             tuple([_side_form(*named) for named in extras.sides.items()]) if extras.sides else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]) if reading.buffers else None,
             self._scalar_form(reading) if reading.scalars else None,
+            extras.dropout is not None,
         )
 
     def _scalar_form(self, reading: Reading) -> Hashable:
@@ -433,6 +551,7 @@ class Attention:
         check_tensors(query, key, value, layout, paged=paged)
         query, key, value = (to_bhsd(tensor, layout) for tensor in (query, key, value))
         batch, q_heads, q_len, head_dim = query.shape
+        packing = _checked_packing(extras, query, key)
         extents = Extents(batch, key.shape[1], key.shape[2], key.shape[0], query.device)
         sides = checked_sides(extras.sides, extents, validate=extras.validate)
         kv_len = room(sides, key.shape[2])
@@ -451,6 +570,8 @@ class Attention:
             table=table_lists(table) if isinstance(table, BlockTable) else {},
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
+            dropout=extras.dropout,
+            cu_seqlens=packing.named if packing else {},
             sides=sides,
         )
         tail = aux.lse and has_tail(self._understand(reading), query.dtype)
@@ -533,6 +654,7 @@ class Attention:
         if found is None or found.captured is not reading.captured:
             with self._lock:
                 found = self._understood[key] = understand(reading.captured)
+                _log.debug("analysed the mask: %s", found.facts.tier.value)
         return found
 
     def _compile(self, call: _Call, target: Target) -> ForwardKernel:
@@ -549,7 +671,13 @@ class Attention:
             kernel = self._kernels.get(key)
             if kernel is None or kernel.owner is not captured:
                 forward = self._compile(call, target)
-                kernel = self._kernels[key] = kernel_of(forward.source, forward.plan, captured)
+                plan, source = forward.plan, forward.source
+                _log.info(
+                    "forward for %s, query %s: tile %s x %s, emitted as %s",
+                    *(target.name, tuple(call.launch.tensors["query"].shape)),
+                    *(plan.BLOCK_M, plan.BLOCK_N, source.key),
+                )
+                kernel = self._kernels[key] = kernel_of(source, plan, captured)
         return kernel
 
     def _prepare(self, form: Hashable, call: _Call, block_table: Any) -> Prepared:
@@ -590,11 +718,16 @@ def _offline_target(query: torch.Tensor) -> Target:
     return target_of(query.device) if query.device.type == "cuda" else target_named(DEFAULT_TARGET)
 
 
-def _named(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sides: Mapping[str, Any]) -> dict[str, Any]:
+def _named(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], extras: Extras) -> dict[str, Any]:
     """Return a call's tensors, and what it brings beside them, by the names that kernels have for them."""
     named: dict[str, Any] = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
-    if sides:
-        named.update(sides)
+    if extras.sides:
+        named.update(extras.sides)
+    if extras.packing is not None:
+        named.update(extras.packing.named)
+    if extras.dropout is not None:
+        named.update(extras.dropout.numbers())
+        named[SEED] = extras.dropout.seed
     return named
 
 
@@ -603,6 +736,20 @@ def _side_form(name: str, side: Any) -> tuple[Hashable, ...]:
     if isinstance(side, torch.Tensor):
         return (name, *tensor_form(side))
     return (name, type(side).__name__, side if name == "k_scale" else None)
+
+
+def _checked_packing(extras: Extras, query: torch.Tensor, key: torch.Tensor) -> Packing | None:
+    """Return where packed sequences begin, checked against tensors in [B, H, L, D] order."""
+    packing = extras.packing
+    if packing is None:
+        return None
+    if extras.block_table is not None:
+        raise refuse_table()
+    refuse_lengths(extras.sides)
+    check_packing(packing, query, key)
+    if extras.validate:
+        check_contents(packing, query, key)
+    return packing
 
 
 def _broadcast(tensor: torch.Tensor, batch: int) -> torch.Tensor:

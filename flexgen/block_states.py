@@ -14,7 +14,7 @@ from flexgen.errors import FlexgenError
 from flexgen.ir.graph import Axis
 from flexgen.ir.simplify import simplify
 from flexgen.lowering.blocks import block_rule
-from flexgen.lowering.table_plan import TablePlan
+from flexgen.lowering.table_plan import MAX_BLOCK_PAIRS, TablePlan
 from flexgen.problem import INDEX_LIMIT
 from flexgen.runtime.derived_table import MaskValues
 from flexgen.runtime.describe import Launch, is_wide, scalars_are_trusted
@@ -23,7 +23,6 @@ from flexgen.runtime.mask_counts import MaskGrid
 from flexgen.runtime.mask_evaluation import Mod
 from flexgen.runtime.table_kernels import TableKernels
 
-MAX_BLOCK_PAIRS = 1 << 15  # of a block that one program evaluates; more do not fit its registers
 MAX_KEPT = 64  # masks and kernels; the least recently made go first
 
 

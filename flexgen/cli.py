@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flexgen import __version__
-from flexgen.commands.arguments import add_dump_code, add_problem, add_traceback, file_first
+from flexgen.commands.arguments import add_backward, add_diff, add_dump_code, add_problem, add_traceback, file_first
 from flexgen.commands.console import WIDTH, Console, wrapped
 from flexgen.commands.file_spec import FileSpec
+from flexgen.commands.log import logging_as_asked
 from flexgen.errors import FlexgenError, InternalError
 
 OK, FAILED, REFUSED, BUG, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
@@ -26,10 +27,12 @@ OK, FAILED, REFUSED, BUG, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 # the command is used, so that `flexgen --help`, options and cache wait for no torch.
 COMMANDS = {
     "compile": "compile a file; --dump-code prints or writes the kernel",
-    "explain": "say what was proven, and why each decision was made",
+    "explain": "say what was proven, why each decision was made, what bounds the time",
     "check": "compile, run, and compare with float64",
     "mask": "show what is known about the mask, and the tiles visited",
     "resources": "registers, spills, shared memory, instructions, on any chip",
+    "bench": "time the kernels on this GPU beside flex, cuDNN and eager",
+    "tune": "search the fastest options on this GPU, and keep them",
     "options": "list the kernel options",
     "cache": "where emitted sources are kept; list or delete them",
 }
@@ -48,8 +51,9 @@ examples:
   flexgen check mods.py:softcap,sliding_window       is it right?
   flexgen resources causal.py --target all           what does it cost?
 
-`flexgen COMMAND --help` says more. Exit codes: 0 success, 1 a check failed, 2 an error in what was
-asked for, 3 a bug of flexgen, 130 interrupted."""
+`flexgen COMMAND --help` says more. FLEXGEN_LOG=info, or debug, shows what happens meanwhile.
+Exit codes: 0 success, 1 a check failed, 2 an error in what was asked for, 3 a bug of flexgen,
+130 interrupted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,6 +90,8 @@ def run_file(path: str, argv: Sequence[str] | None = None) -> int:
     file = Path(path)
     parser = _Parser(prog=f"python {file.name}", description="Check this attention against float64.")
     add_dump_code(parser)
+    add_diff(parser)
+    add_backward(parser)
     add_problem(parser, dtype="fp32")
     add_traceback(parser)
     try:
@@ -98,7 +104,7 @@ def run_file(path: str, argv: Sequence[str] | None = None) -> int:
 
 def _check_or_compile(arguments: argparse.Namespace, console: Console) -> int:
     """Check, after a short report; or compile, for a chip, where only code is wanted."""
-    name = "check" if arguments.dump_code is None else "compile"
+    name = "check" if arguments.dump_code is None and not arguments.diff else "compile"
     arguments.brief = True
     return int(_command(name).run(arguments, console))
 
@@ -194,7 +200,7 @@ def _guarded(run: Callable[[argparse.Namespace, Console], int], arguments: argpa
     """
     console = Console()
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with logging_as_asked(), contextlib.redirect_stdout(sys.stderr):
             code = run(arguments, console)
         console.flush()
     except BrokenPipeError:

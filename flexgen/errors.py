@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,6 +89,10 @@ class UnsupportedProblemError(FlexgenError, ValueError):
 
 class ProblemTypeError(UnsupportedProblemError, TypeError):
     """The tensors of a call have dtypes or types that do not go together."""
+
+
+class ModPicklingError(FlexgenError, pickle.PicklingError):
+    """An Attention cannot be pickled, because a mod could not be found again by its name."""
 
 
 class NoFeasiblePlanError(FlexgenError):

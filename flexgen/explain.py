@@ -8,7 +8,8 @@ from flexgen.ir.simplify import Simplified
 from flexgen.lowering.blocks import BlockRule
 from flexgen.lowering.decision import Decision
 from flexgen.lowering.facts import MaskFacts
-from flexgen.lowering.triton.backward_plan import BackwardPlan
+from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
+from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 
 _WIDTH = 100
@@ -36,7 +37,7 @@ def explain(plan: ForwardPlan, facts: MaskFacts, simplified: Simplified, rule: B
     return "\n\n".join(sections) + "\n"
 
 
-def explain_backward(name: str, plan: BackwardPlan) -> str:
+def explain_backward(name: str, plan: AnyBackwardPlan | GluonBackwardPlan) -> str:
     """Return the report of one backward kernel as text."""
     sections = [
         f"{name} kernel for {plan.target.name}",
@@ -46,13 +47,13 @@ def explain_backward(name: str, plan: BackwardPlan) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _schedule(plan: ForwardPlan | BackwardPlan) -> str:
+def _schedule(plan: WalkPlan | GluonBackwardPlan) -> str:
     schedule = plan.schedule
     return "\n".join([f"{schedule.walk.value}: {schedule.because}", *(s.because for s in schedule.segments)])
 
 
 def _decision(decision: Decision) -> list[str]:
-    head = f"  {decision.name:<22} = {_value(decision.value)}"
+    head = f"  {decision.name:<22} = {value_text(decision.value)}"
     word = f"{head:<{_BECAUSE}} because: "
     because = textwrap.wrap(decision.because, _WIDTH - len(word), break_long_words=False)
     lines = [word + (because[0] if because else "")]
@@ -61,7 +62,8 @@ def _decision(decision: Decision) -> list[str]:
     return lines
 
 
-def _value(value: object) -> str:
+def value_text(value: object) -> str:
+    """Return a decision's value as reports show it."""
     if value is None:
         return "-"
     packed = getattr(value, "packed_heads", None)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from flexgen.aux_outputs import NO_AUX, AuxRequest
+from flexgen.runtime.dropout import Dropout
+from flexgen.runtime.packing import Packing
 
-NO_SIDES: Mapping[str, Any] = MappingProxyType({})
+NO_SIDES: Mapping[str, Any] = {}  # a plain dict, whose emptiness torch.compile sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +21,22 @@ class Extras:
         scale: the softmax scale; None for 1/sqrt(Dqk).
         aux: which auxiliary outputs to return; a run may return more.
         block_table: a DerivedTable or a torch BlockMask.
+        packing: where sequences begin that are packed along the length; None where each is a batch entry.
+        validate: check the contents of what the device holds; waits for the device.
+        dropout: which softmax weights are dropped; None for none.
         sides: what kernels read besides query, key, value and captured tensors, as far as it is given:
             "kv_lengths" [B], int32 or int64, the number of keys of each batch row;
             "page_table" [B, max_pages], int32, the pages of each batch row, of which key and value then consist;
             "k_scale", "v_scale", a number or [Hkv] float32, what keys and values are multiplied by.
-        validate: check the contents of what the device holds; waits for the device.
     """
 
     scale: float | None = None
     aux: AuxRequest = NO_AUX
     block_table: Any = None
-    sides: Mapping[str, Any] = field(default_factory=lambda: NO_SIDES)
+    packing: Packing | None = None
     validate: bool = False
+    dropout: Dropout | None = None
+    sides: Mapping[str, Any] = field(default_factory=lambda: NO_SIDES)
 
 
 def given_sides(kv_lengths: Any, page_table: Any, k_scale: Any, v_scale: Any) -> Mapping[str, Any]:
@@ -43,4 +48,3 @@ def given_sides(kv_lengths: Any, page_table: Any, k_scale: Any, v_scale: Any) ->
 
 
 NO_EXTRAS = Extras()
-VALIDATED = Extras(validate=True)

@@ -151,9 +151,19 @@ LAYOUT = OptionDoc(
     "bshd",
 )
 
+AUTOTUNE = OptionDoc(
+    _FLAG,
+    "False",
+    "The first call of each problem on a GPU searches which options are fastest there, as `flexgen tune` does, and "
+    "keeps them for later ones. Takes minutes once; not inside torch.compile; measured without dropout.",
+    True,
+)
+WHOLE_DOCS: Mapping[str, OptionDoc] = MappingProxyType({"layout": LAYOUT, "autotune": AUTOTUNE})
+
 PREFIX_NOTE = (
-    "Each name but `layout` also exists with the prefix `fwd_` and `bwd_`, for the forward or the backward kernels "
-    "alone; a prefixed option wins. An unknown name, or a choice that cannot be honoured, is an error that says why."
+    "Each name but `layout` and `autotune` also exists with the prefix `fwd_` and `bwd_`, for the forward or the "
+    "backward kernels alone; a prefixed option wins. An unknown name, or a choice that cannot be honoured, is an error "
+    "that says why."
 )
 
 # The template variables of a kernel that are no options: what follows from the call.
@@ -175,6 +185,9 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "OUTPUT_MAX": "The largest score of each row is written.",
         "OUTPUT_TAIL": "What rounding takes from the logsumexp is written too, so that the backward recomputes exact "
         "weights of scores of any magnitude.",
+        "DROPOUT": "How a kernel draws which softmax weights it drops: none; grouped, four pairs with one call of the "
+        "generator; or single, where tiles do not fit such groups. Grouped and single draw the same numbers; the "
+        "probability is the run-time argument drop_below. See docs/numerics.md.",
         "FOLD_SCALE": "Scale and log2(e) are one factor inside the exponential: there is no score_mod.",
         "SUBTRACT_FIRST": "The row's maximum is subtracted before scores are multiplied by log2(e), so that scores of "
         "any magnitude keep their differences.",
@@ -201,6 +214,9 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "K_SCALE": "The scores' scale includes k_scale of the key head.",
         "V_SCALE": "The output is multiplied by v_scale: of the key head, or a number.",
         "index_map": "Query heads that are packed into the rows of one tile.",
+        "PACKED_SEQUENCES": "Sequences lie packed along the length: see [packed sequences](packed_sequences.md).",
+        "program_order": "Which programs start after one another: all tiles of a head, or all heads of a tile.",
+        "SEARCH_WIDTH": "Sequences that a tile compares at a time in the search for its own; 0 where none are packed.",
         "shared_bytes": "Shared memory that the tile needs, an upper bound.",
     }
 )
@@ -238,7 +254,7 @@ They stand at the top of each emitted kernel, or are decisions that `explain` pr
 
 def markdown() -> str:
     """Return the text of docs/options.md."""
-    rows = "\n".join(_row(name, doc) for name, doc in {**OPTION_DOCS, "layout": LAYOUT}.items())
+    rows = "\n".join(_row(name, doc) for name, doc in {**OPTION_DOCS, **WHOLE_DOCS}.items())
     variables = "\n".join(f"| `{name}` | {meaning} |" for name, meaning in VARIABLE_DOCS.items())
     return _PAGE.format(note=PREFIX_NOTE, rows=rows, variables=variables)
 

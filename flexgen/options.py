@@ -135,6 +135,7 @@ class KernelOptions:
         return {name: value for name, value in pairs if value is not None}
 
 
+WHOLE_NAMES = ("layout", "autotune")  # of an attention as a whole, not of a kernel: they have no prefix
 KERNEL_OPTION_NAMES = tuple(field.name for field in dataclasses.fields(KernelOptions))
 BACKWARD_ONLY = frozenset({"BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "WRITE_DQ"})
 # Choices that the backward kernels do not have; without a prefix they are about the forward alone.
@@ -155,14 +156,17 @@ class Options:
         kernel: choices for every kernel.
         fwd, bwd: choices for the forward and the backward kernels; they win over `kernel`.
         layout: "bhsd" (query [B, Hq, Lq, D]) or "bshd" (query [B, Lq, Hq, D]); the output has the same.
+        autotune: the first call of each problem on a GPU measures which options are fastest there, and keeps them.
     """
 
     kernel: KernelOptions = KernelOptions()
     fwd: KernelOptions = KernelOptions()
     bwd: KernelOptions = KernelOptions()
     layout: Layout = "bhsd"
+    autotune: bool = False
 
     def __post_init__(self) -> None:
+        _flag("autotune", self.autotune)
         if self.layout not in ("bhsd", "bshd"):
             raise OptionError(
                 f"layout={self.layout!r} is not a layout",
@@ -188,6 +192,18 @@ class Options:
             )
         return _from_names({**(given or {}), **named})
 
+    def over(self, settings: Mapping[str, Any]) -> Options:
+        """Return these options with others set, by name as in `of`.
+
+        Raises:
+            OptionError: for an unknown name or a value that is not allowed.
+        """
+        given = Options.of(settings)
+        groups = ("kernel", "fwd", "bwd")
+        merged = {name: dataclasses.replace(getattr(self, name), **getattr(given, name).given()) for name in groups}
+        whole = {name: getattr(given, name) for name in WHOLE_NAMES if name in settings}
+        return dataclasses.replace(self, **merged, **whole)
+
     def forward(self) -> KernelOptions:
         """Return the choices for the forward kernel."""
         return dataclasses.replace(self.kernel, **self.fwd.given())
@@ -212,17 +228,17 @@ def _refuse_foreign(prefix: str, options: KernelOptions, foreign: frozenset[str]
 def valid_names() -> tuple[str, ...]:
     """Return every accepted option name, prefixed ones included."""
     prefixed = tuple(prefix + name for prefix in PREFIXES for name in KERNEL_OPTION_NAMES)
-    return ("layout", *KERNEL_OPTION_NAMES, *prefixed)
+    return (*WHOLE_NAMES, *KERNEL_OPTION_NAMES, *prefixed)
 
 
 def _from_names(names: Mapping[str, Any]) -> Options:
     groups: dict[str, dict[str, Any]] = {"": {}, "fwd_": {}, "bwd_": {}}
-    layout: Layout = "bhsd"
+    whole: dict[str, Any] = {}
     for name, value in names.items():
         prefix = next((p for p in PREFIXES if isinstance(name, str) and name.startswith(p)), "")
         bare = str(name)[len(prefix) :]
-        if name == "layout":
-            layout = value
+        if name in WHOLE_NAMES:
+            whole[name] = value
         elif bare in KERNEL_OPTION_NAMES:
             groups[prefix][bare] = value
         else:
@@ -231,7 +247,7 @@ def _from_names(names: Mapping[str, Any]) -> Options:
         kernel=KernelOptions(**groups[""]),
         fwd=KernelOptions(**groups["fwd_"]),
         bwd=KernelOptions(**groups["bwd_"]),
-        layout=layout,
+        **whole,
     )
 
 
@@ -241,6 +257,6 @@ def _unknown(name: object) -> OptionError:
     return OptionError(
         f"unknown option {name!r}",
         why="flexgen refuses names it does not know, so that a misspelt option is never silently ignored",
-        fix=f"{suggestion}valid names: layout, and each with or without the prefix fwd_ or bwd_: "
+        fix=f"{suggestion}valid names: {', '.join(WHOLE_NAMES)}, and each with or without the prefix fwd_ or bwd_: "
         + ", ".join(KERNEL_OPTION_NAMES),
     )

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen.backends import choose_backend
+from flexgen.backends import choose_backend, choose_backward_backend
 from flexgen.capture.live import Captured
 from flexgen.codegen.block_table_emit import TableSource, emit_block_table
-from flexgen.codegen.emit_backward import emit_backward, emit_delta
+from flexgen.codegen.emit_backward import emit_delta
 from flexgen.codegen.source import KernelSource
 from flexgen.ir.grad import score_grad
 from flexgen.ir.graph import Axis, Graph, Mods
@@ -19,13 +19,14 @@ from flexgen.ir.simplify import Simplified, simplify
 from flexgen.lowering.blocks import BlockRule, block_rule
 from flexgen.lowering.facts import MaskFacts, analyse_mask
 from flexgen.lowering.index_map import packs_heads
+from flexgen.lowering.plans import AnyBackwardPlan
 from flexgen.lowering.schedule import backward_schedule, forward_schedule
 from flexgen.lowering.table_plan import TablePlan
 from flexgen.lowering.targets import Target
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel, DeltaPlan
 from flexgen.lowering.triton.backward_tasks import backward_tasks
 from flexgen.lowering.triton.choose import Question, scores_may_be_extreme
-from flexgen.lowering.triton.choose_backward import choose_backward, choose_delta
+from flexgen.lowering.triton.choose_backward import choose_delta
 from flexgen.lowering.triton.choose_table import TABLE_TIERS, TableChoice, choose_table
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.options import KernelOptions
@@ -121,8 +122,7 @@ def compile_forward(
     understood: Understood, problem: Problem, guard: Guard, target: Target, options: KernelOptions, trusted: bool
 ) -> ForwardKernel:
     """Decide a forward plan and emit its kernel."""
-    packs = packs_heads(problem.group, guard.q_bucket, has_table=problem.table is not None)
-    facts = understood.packed_facts() if packs else understood.facts
+    facts = understood.packed_facts() if packs_heads(problem, guard) else understood.facts
     refusal = "" if problem.table else _why_no_table(understood, problem, guard, target, options, trusted)
     schedule = forward_schedule(facts, table=problem.table, trusted=trusted, without_table=refusal)
     chosen = choose_backend(Question(problem, guard, target, options, understood.mods, facts, schedule))
@@ -157,7 +157,7 @@ class BackwardKernels:
     """
 
     delta: tuple[KernelSource, DeltaPlan]
-    passes: tuple[tuple[KernelSource, BackwardPlan], ...]
+    passes: tuple[tuple[KernelSource, AnyBackwardPlan], ...]
     score_grad: ScoreGrad | None
 
 
@@ -174,11 +174,12 @@ def compile_backward(
     """Decide the backward plans that the wanted gradients need, and emit their kernels."""
     mods = understood.mods
     grad = score_grad(mods.score, wanted.buffers, understood.origins) if mods.score else None
-    passes = []
+    tasks = []
     for task in backward_tasks(grad, wanted.inputs, options.WRITE_DQ, deterministic=wanted.deterministic):
         schedule = backward_schedule(understood.facts, task.kernel is BackwardKernel.DQ, problem.table, trusted=trusted)
-        question = Question(problem, guard, target, options, mods, understood.facts, schedule)
-        plan = choose_backward(question, task)
-        passes.append((emit_backward(mods, understood.origins, grad, plan), plan))
-    delta = choose_delta(problem, guard, target, has_grad_logsumexp=wanted.from_logsumexp)
-    return BackwardKernels((emit_delta(delta), delta), tuple(passes), grad)
+        tasks.append((Question(problem, guard, target, options, mods, understood.facts, schedule), task))
+    chosen = choose_backward_backend(tasks)
+    passes = tuple((emit(mods, understood.origins, grad, plan), plan) for plan, emit in chosen.plans)
+    from_logsumexp = wanted.from_logsumexp
+    delta = choose_delta(problem, guard, target, has_grad_logsumexp=from_logsumexp, row_form=chosen.rows)
+    return BackwardKernels((emit_delta(delta), delta), passes, grad)

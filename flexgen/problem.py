@@ -43,6 +43,8 @@ class Problem:
         page_size: keys of a page, where key and value lie in pages that a page table lists; 0 where they do not.
         k_scale: a factor of the scores is read for each key head.
         v_scale: a factor of the output, "head" where it is read for each key head, "number" where it is an argument.
+        dropout: softmax weights are dropped, with a probability that is a run-time argument.
+        cu_seqlens: dtype of the offsets of sequences that are packed along the length; None where none are.
     """
 
     query_dtype: torch.dtype
@@ -61,6 +63,8 @@ class Problem:
     page_size: int = 0
     k_scale: bool = False
     v_scale: Literal["", "head", "number"] = ""
+    dropout: bool = False
+    cu_seqlens: torch.dtype | None = None
 
     @property
     def converts_keys(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.torch_library.distributed import is_distributed
 
 
 def check_sinks(sinks: Any, query: torch.Tensor, heads: int) -> None:
@@ -24,6 +25,13 @@ def check_sinks(sinks: Any, query: torch.Tensor, heads: int) -> None:
             f"sinks has shape {tuple(sinks.shape)}, and the query has {heads} heads",
             why="each query head has one sink, the same for all batches and rows",
             fix=f"pass a tensor of shape ({heads},)",
+        )
+    if is_distributed(sinks) != is_distributed(query):
+        which = "query, key and value are" if is_distributed(query) else "sinks alone is"
+        raise UnsupportedProblemError(
+            f"{which} made of DTensors, and not all tensors of the call are",
+            why="a plain tensor does not say which heads of the whole it has",
+            fix="pass sinks as a DTensor of the query's mesh, Replicate() or sharded as the heads; or all plain",
         )
     if sinks.device != query.device:
         raise UnsupportedProblemError(

@@ -10,6 +10,7 @@ import torch
 
 from flexgen.errors import UnsupportedProblemError
 from flexgen.ir.graph import Axis
+from flexgen.lowering.table_plan import drops_empty, table_axes
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.choose_table import table_form
 from flexgen.options import KernelOptions
@@ -41,10 +42,12 @@ class Tables:
         self, understood: Understood, launch: Launch, problem: Problem, guard: Guard, target: Target
     ) -> TableRequest | None:
         """Return what makes a table on request; None where a table would tell a kernel nothing."""
-        rule = understood.rule
-        if rule is None or rule.tells_nothing or not scalars_are_trusted(launch.scalars):
+        rule, form = understood.rule, table_form(problem, target, self._options)
+        if rule is None or not scalars_are_trusted(launch.scalars):
             return None
-        return self.request(understood, launch, table_form(problem, target, self._options), guard, target)
+        if rule.tells_nothing and not drops_empty(rule, form):
+            return None
+        return self.request(understood, launch, form, guard, target)
 
     def request(
         self,
@@ -92,7 +95,7 @@ class Tables:
 def placeholder_lists(understood: Understood, launch: Launch, form: TableForm, walked: Axis = Axis.KV) -> Lists:
     """Return lists of the shapes that a derived table has, without memory."""
     assert understood.rule is not None
-    sizes = TableSizes.of(understood.rule.axes, launch)
+    sizes = TableSizes.of(table_axes(understood.rule, form), launch)
     return expanded(new_lists(form, sizes, walked, 0, torch.device("meta")), launch.batch, launch.q_heads)
 
 

@@ -10,11 +10,19 @@ import torch
 
 from flexgen.ir.graph import Axis
 from flexgen.lowered import LoweredBackward
+from flexgen.lowering.plans import AnyBackwardPlan
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.targets import Target
-from flexgen.lowering.triton.backward_plan import Accumulation, BackwardKernel, BackwardPlan
+from flexgen.lowering.triton.backward_plan import MOST_ROW_MULTIPLE, Accumulation, BackwardKernel
 from flexgen.options import KernelOptions
-from flexgen.pipeline import BackwardKernels, TableKernel, Understood, Wanted, compile_backward, compile_table
+from flexgen.pipeline import (
+    BackwardKernels,
+    TableKernel,
+    Understood,
+    Wanted,
+    compile_backward,
+    compile_table,
+)
 from flexgen.problem import Guard, Problem, TableForm
 from flexgen.runtime.bind import bind
 from flexgen.runtime.block_table import BlockTable
@@ -24,6 +32,7 @@ from flexgen.runtime.differentiable import Gradients, Saved
 from flexgen.runtime.fixed_point import scale_for, to_float
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import column_lists, table_lists
+from flexgen.runtime.packing import Packing
 from flexgen.runtime.table_cache import Values
 from flexgen.tables import Tables, placeholder_lists
 
@@ -60,7 +69,7 @@ class _Kernels:
     """The loaded backward kernels of one configuration, in the order in which they run."""
 
     delta: Kernel
-    passes: tuple[tuple[Kernel, BackwardPlan], ...]
+    passes: tuple[tuple[Kernel, AnyBackwardPlan], ...]
 
     @property
     def written(self) -> frozenset[str]:
@@ -159,7 +168,7 @@ class Training:
         return found
 
     def _lists(
-        self, basis: Basis, launch: Launch, buffers: Sequence[torch.Tensor], guard: Guard, plan: BackwardPlan
+        self, basis: Basis, launch: Launch, buffers: Sequence[torch.Tensor], guard: Guard, plan: AnyBackwardPlan
     ) -> Lists:
         """Return the block lists that a kernel reads: the block mask's, or a derived table's of the kernel's tiles.
 
@@ -175,7 +184,7 @@ class Training:
         return self._tables.lists(request, None, Values(buffers, buffers, tuple(basis.scalars.values())))
 
 
-def _own_table(plan: BackwardPlan) -> tuple[TableForm | None, Axis]:
+def _own_table(plan: AnyBackwardPlan) -> tuple[TableForm | None, Axis]:
     """Return the form of the derived table that a kernel walks, if it does, and which side's blocks it lists."""
     walked = Axis.KV if plan.kernel is BackwardKernel.DQ else Axis.Q
     if plan.schedule.walk is not Walk.DERIVED:
@@ -183,7 +192,7 @@ def _own_table(plan: BackwardPlan) -> tuple[TableForm | None, Axis]:
     return TableForm(plan.SPARSE_Q_BLOCK_SIZE, plan.SPARSE_KV_BLOCK_SIZE, True, derived=True), walked
 
 
-def _lower_table(basis: Basis, launch: Launch, guard: Guard, plan: BackwardPlan) -> tuple[TableKernel | None, Lists]:
+def _lower_table(basis: Basis, launch: Launch, guard: Guard, plan: AnyBackwardPlan) -> tuple[TableKernel | None, Lists]:
     """Return the kernels that derive a backward kernel's table, if it walks one, and its lists, without memory."""
     form, walked = _own_table(plan)
     if form is None:
@@ -199,7 +208,8 @@ def _placeholders(launch: Launch) -> Saved:
     output = _like(query)[..., :1].expand(*rows, value.shape[3]).contiguous()
     logsumexp = query.new_empty(rows, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     buffers = tuple(_without_memory(buffer) for buffer in launch.buffers.values())
-    return Saved(query, key, value, output, logsumexp, logsumexp, buffers)
+    packing = Packing(*map(_without_memory, launch.cu_seqlens.values())) if launch.cu_seqlens else None
+    return Saved(query, key, value, output, logsumexp, logsumexp, buffers, packing, launch.dropout)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -224,7 +234,7 @@ def _run(kernels: _Kernels, launch: Launch, outputs: dict[str, torch.Tensor], li
 
 
 def _set_scales(
-    passes: Sequence[tuple[Kernel, BackwardPlan]], launch: Launch, outputs: dict[str, torch.Tensor]
+    passes: Sequence[tuple[Kernel, AnyBackwardPlan]], launch: Launch, outputs: dict[str, torch.Tensor]
 ) -> None:
     """Set the scale of each buffer's sums, once; `passes` are those that sum."""
     buffers = {site.buffer for _, plan in passes for site in plan.scatter}
@@ -259,6 +269,8 @@ def _launch(basis: Basis, saved: Saved, grad_output: torch.Tensor, buffers: Mapp
         table=table,
         buffers=buffers,
         scalars=basis.scalars,
+        dropout=saved.dropout,
+        cu_seqlens=saved.packing.named if saved.packing else {},
     )
 
 
@@ -280,8 +292,10 @@ def _allocate(launch: Launch, wanted: Wanted) -> dict[str, torch.Tensor]:
     """
     query = launch.tensors["query"]
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    rows = (launch.batch, launch.q_heads, launch.q_len)
-    outputs = {name: query.new_empty(rows, dtype=dtype) for name in ("delta", "row_shift")}
+    # Kernels may want each head's rows to begin at a multiple; others leave the end unused.
+    rows = (launch.batch, launch.q_heads, -(-launch.q_len // MOST_ROW_MULTIPLE) * MOST_ROW_MULTIPLE)
+    names = ("delta", "row_shift", *["row_tail"] * ("logsumexp_tail" in launch.tensors))
+    outputs = {name: query.new_empty(rows, dtype=dtype) for name in names}
     outputs |= {f"grad_{name}": _like(launch.tensors[name]) for name in sorted(wanted.inputs)}
     sums = torch.int64 if wanted.deterministic else dtype
     for name in sorted(wanted.buffers):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +27,7 @@ from flexgen.ir.sizes import split_size_name
 
 Mod = Callable[..., object]
 
+_log = logging.getLogger("flexgen.capture")
 _MAX_ATTEMPTS = 4  # a value may change while it is traced, but not every time
 _MAX_VARIANTS = 16  # captures kept for values that alternate
 
@@ -67,6 +69,27 @@ class _Variant:
     bindings: Bindings
 
 
+@dataclass(frozen=True, slots=True)
+class NumberHistory:
+    """What was seen of captured numbers, by the places that hold them.
+
+    Attributes:
+        seen: the first value.
+        changing: places that held a second value.
+        needed_constant: places whose value Python itself needs.
+    """
+
+    seen: dict[str, Number] = field(default_factory=dict)
+    changing: set[str] = field(default_factory=set)
+    needed_constant: set[str] = field(default_factory=set)
+
+
+def _told(mod: tuple[str, Mod]) -> str:
+    """Return a mod's kind and name."""
+    kind, function = mod
+    return f"{kind} {getattr(function, '__name__', type(function).__name__)}"
+
+
 class LiveMods:
     """A pair of callables that may close over changing tensors and numbers.
 
@@ -76,9 +99,12 @@ class LiveMods:
     Args:
         score_mod: `(score, b, h, q_idx, kv_idx) -> score`, or None.
         mask_mod: `(b, h, q_idx, kv_idx) -> bool`, or None.
+        numbers: shared by mods of the same code that are to be captured alike; by default these mods' own.
     """
 
-    def __init__(self, score_mod: Mod | None = None, mask_mod: Mod | None = None) -> None:
+    def __init__(
+        self, score_mod: Mod | None = None, mask_mod: Mod | None = None, numbers: NumberHistory | None = None
+    ) -> None:
         self.score_mod = score_mod
         self.mask_mod = mask_mod
         self._roots: dict[str, Mod] = {}
@@ -89,9 +115,7 @@ class LiveMods:
         self._mods = tuple(self._roots.values())
         self._variants: tuple[_Variant, ...] = ()
         self._lock = threading.RLock()
-        self._seen: dict[str, Number] = {}
-        self._changing: set[str] = set()
-        self._needed_constant: set[str] = set()
+        self._numbers = numbers or NumberHistory()
 
     def __reduce__(self) -> tuple[type[LiveMods], tuple[Mod | None, Mod | None]]:
         """Copy and pickle as the callables alone: a deep copy captures its own copies of what they hold."""
@@ -113,6 +137,7 @@ class LiveMods:
                 return reading
             for _ in range(_MAX_ATTEMPTS):
                 variant = self._capture(score_dtype)
+                _log.debug("captured %s", ", ".join(map(_told, self._roots.items())) or "no mods")
                 found = variant.probe(*self._mods)
                 if found is not None:
                     self._variants = (variant, *self._variants[: _MAX_VARIANTS - 1])
@@ -148,19 +173,23 @@ class LiveMods:
             try:
                 return attempt.variant(self._roots)
             except NeedsConstant as needs:
-                self._needed_constant.update(attempt.paths(needs.names))
+                self._numbers.needed_constant.update(attempt.paths(needs.names))
             except CannotSubstitute:
-                self._needed_constant.update(slot.path for slot in run_time)
+                self._numbers.needed_constant.update(slot.path for slot in run_time)
 
     def _note_numbers(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             if slot.kind is SlotKind.NUMBER and isinstance(slot.value, int | float):
-                before = self._seen.setdefault(slot.path, slot.value)
+                before = self._numbers.seen.setdefault(slot.path, slot.value)
                 if repr(before) != repr(slot.value):
-                    self._changing.add(slot.path)
+                    self._numbers.changing.add(slot.path)
 
     def _is_run_time(self, slot: Slot) -> bool:
-        if slot.kind is not SlotKind.NUMBER or slot.path not in self._changing or slot.path in self._needed_constant:
+        if (
+            slot.kind is not SlotKind.NUMBER
+            or slot.path not in self._numbers.changing
+            or slot.path in self._numbers.needed_constant
+        ):
             return False
         return isinstance(slot.value, float) or -(2**63) <= slot.value < 2**63  # type: ignore[operator]
 

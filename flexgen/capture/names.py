@@ -37,7 +37,12 @@ _BOUND_IN_KERNELS = frozenset(
         "tiles_per_own_block tiles_per_q_block turn turn_count v_dim value_desc visited wait_for wanted warpgroup "
         "weight wide_kv_head before keep_interval values checked needs_mask inverse in_full past "
         "log_sum added logsumexp_tail row_tail "
-        "kv_len split splits per_split share combine partial_row page in_page score_scale v_scale"
+        "kv_len split splits per_split share combine partial_row page in_page score_scale v_scale "
+        "dropout_seed dropout_stream drop_below is_kept keep_scale kept stream "
+        "cu_seqlens_k cu_seqlens_q kv_base kv_begin q_base q_begin sequence_of SEQUENCES "
+        "blocks deltas differentiate dim first_row free fresh hidden kv_tile line_of_blocks live_queries own_full "
+        "own_start q_width row_at row_offset row_shifts row_tails rows_before rows_of_head wait_filled wait_free weigh "
+        "weight_operand"
     ).split()
 )
 _PRELUDE = frozenset(

@@ -10,6 +10,7 @@ _RANDOM: Reason = (
     "a mod must give the same value in the forward and in both backward kernels.",
     "draw the numbers outside, capture the tensor and index it.",
 )
+_DROPOUT: Reason = (_RANDOM[0], f"drop softmax weights with dropout_p= of the call; for anything else, {_RANDOM[1]}")
 _WHOLE_ROW: Reason = (
     "a mod computes one element of the score at a time; this needs a whole row at once.",
     "compute it outside the mod, capture the resulting tensor and index it.",
@@ -23,8 +24,9 @@ _NO_SPELLING: Reason = (
     "tabulate it outside, capture the table and index it; or write it with exp, log, sin, cos.",
 )
 _ROWS: tuple[tuple[Reason, tuple[str, ...]], ...] = (
-    (_RANDOM, ("rand", "randn", "randint", "rand_like", "randn_like", "bernoulli", "native_dropout", "normal")),
-    (_RANDOM, ("uniform", "randperm", "multinomial", "exponential", "bernoulli_", "uniform_", "normal_", "dropout")),
+    (_RANDOM, ("rand", "randn", "randint", "rand_like", "randn_like", "bernoulli", "normal")),
+    (_RANDOM, ("uniform", "randperm", "multinomial", "exponential", "uniform_", "normal_")),
+    (_DROPOUT, ("dropout", "native_dropout", "bernoulli_")),  # the last is what torch.dropout draws with
     (_WHOLE_ROW, ("sort", "topk", "cumsum", "cumprod", "argsort", "median", "kthvalue", "cummax", "cummin")),
     (_WHOLE_ROW, ("argmax", "argmin", "histc", "bincount")),
     (_DATA_DEPENDENT, ("nonzero", "masked_select", "unique2", "_unique2", "repeat_interleave")),

@@ -10,12 +10,15 @@ import torch
 
 from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, WalkedAxis
 from flexgen.codegen.dialects.triton import pointer_type, type_name
+from flexgen.codegen.dropout_text import dropout_args, kept_call
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.scatter_printer import PrintedScatter, ScatterCalls, calls
 from flexgen.codegen.sides import Side, dim_mask
 from flexgen.codegen.source import Arg, Role
+from flexgen.codegen.tile_args import length_args, stride_args
 from flexgen.codegen.walk_text import Checked, gap_count, grouped, span, walks_of
+from flexgen.lowering.dropout import Draws
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan
 
@@ -78,6 +81,7 @@ class BackwardHoles:
     score_call: str
     grad_call: str
     live: Checked
+    kept_call: str
     counts: Checked
     counts_pairs: bool
     shares: Checked
@@ -179,6 +183,7 @@ class BackwardText:
             score_call=self.score.call(score="score", **self._indices()) if self.score else "",
             grad_call=self.grad.call(score="score", grad="grad_score", **self._indices()) if self.grad else "",
             live=self._live(),
+            kept_call=kept_call(plan.DROPOUT, self._indices()["q_idx"], self._indices()["kv_idx"]),
             counts=Checked(*(f"tl.broadcast_to({text or 'True'}, score.shape)" for text in self._counted())),
             counts_pairs=any(not scatter.carried and scatter.places for scatter in self.scatters),
             shares=Checked(*self._counted()),
@@ -318,9 +323,21 @@ class BackwardText:
         names += ["sm_scale"] if self.plan.SM_SCALE is None else []
         names += ["KV_LEN" if self.is_dq else "Q_LEN"] if self.walked.exists else []
         uses_indices = self.score or self.mask or self.grad or self.scatters
-        names += ["b", "h", "q_idx" if self.is_dq else "kv_idx"] if uses_indices else []
+        names += ["b", "h"] if uses_indices else []
+        names += ["q_idx" if self.is_dq else "kv_idx"] if uses_indices or self.plan.DROPOUT is Draws.SINGLE else []
+        names += self._dropout_names()
         names += [self.own.exists] if self.scatters and self.own.exists else []
         return names
+
+    def _dropout_names(self) -> Iterable[str]:
+        """What the loop needs to draw which weights it drops."""
+        if self.plan.DROPOUT is Draws.NONE:
+            return
+        yield from ("stream", "drop_below")
+        if self.plan.DROPOUT is Draws.GROUPED:
+            yield "q_start" if self.is_dq else "kv_start"
+        if self.plan.differentiates_scores:
+            yield "keep_scale"
 
     def _statistics(self) -> tuple[str, ...]:
         """The tensors that hold one value a row."""
@@ -369,21 +386,17 @@ class BackwardText:
         args += list(self._table_args()) if self.table else []
         for tensor in (*self._tensors(), *grads):
             args += self._stride_args(tensor)
-        args += [Arg(name, Role.LENGTH, name, None, "i32", False) for name in ("Q_LEN", "KV_LEN", "Q_HEADS")]
+        totals = ["Q_TOTAL", *["KV_TOTAL"] * (not self.is_dq), "SEQUENCES", "Q_HEADS"]
+        args += length_args(plan, totals if plan.index_map.packs_sequences else ["Q_LEN", "KV_LEN", "Q_HEADS"])
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
+        args += dropout_args(plan.DROPOUT, plan.accumulator_dtype)
         bounds = self.ranges.args if self.ranges else ()
         return dict.fromkeys([*args, *self._captured_args(), *bounds])
 
     def _stride_args(self, tensor: str) -> list[Arg]:
         row = "kv" if tensor in ("key", "value", "grad_key", "grad_value") else "q"
-        width = "i64" if tensor in self.plan.wide else "i32"
-        kinds = {"b": (0, "i64"), "h": (1, "i64"), row: (2, width)}
-        if tensor in TENSORS and tensor not in self.plan.unit_stride:
-            kinds["d"] = (3, width)
-        return [
-            Arg(f"{tensor}_stride_{axis}", Role.TENSOR_STRIDE, tensor, dim, kind, True)
-            for axis, (dim, kind) in kinds.items()
-        ]
+        gradients = {f"grad_{name}" for name in ("query", "key", "value")}
+        return stride_args(tensor, row, self.plan, {*self.plan.unit_stride, *gradients})
 
     def _table_args(self) -> Iterable[Arg]:
         axis = "kv" if self.is_dq else "q"

@@ -1,4 +1,4 @@
-"""Emits the kernels that derive a block table: a pure function from (mask, plan) to one module with four entries."""
+"""Emits the kernels that derive a block table: a pure function from (mask, plan) to one module with several entries."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flexgen.codegen.emit import mod_context
 from flexgen.codegen.header import row
 from flexgen.codegen.key import kernel_key
 from flexgen.codegen.mod_printer import print_mod
-from flexgen.codegen.render import render
+from flexgen.codegen.module_text import render_module
+from flexgen.codegen.render import render_part
 from flexgen.codegen.source import Arg, KernelSource
-from flexgen.codegen.wrap import wrap_long_lines
 from flexgen.ir.graph import Graph, Mods
 from flexgen.ir.origins import Origins
 from flexgen.lowering.table_plan import TablePlan
@@ -28,13 +28,15 @@ class TableSource:
         summaries: kernels that reduce the leaves of one axis, by the axis ("q", "kv"); absent where it has none.
         count: how many blocks each row lists.
         fill: lists them.
-        decide: evaluates the mask in those that the rule does not decide; None unless the plan is exact.
+        decide: tells their states, evaluating the mask where the rule does not decide; None unless the plan is exact.
+        drop: leaves out those in which the mask, evaluated, has no live pair; None where the rule decides all.
     """
 
     summaries: dict[str, KernelSource]
     count: KernelSource
     fill: KernelSource
     decide: KernelSource | None
+    drop: KernelSource | None
 
     @property
     def text(self) -> str:
@@ -45,30 +47,30 @@ def emit_block_table(mask: Graph, origins: Origins, plan: TablePlan) -> TableSou
     """Return the kernels of a plan."""
     mods = Mods(None, mask)
     context = mod_context(mods, Dialect(hardware=plan.target.backend == "cuda"), plan.wide, plan.wide_index)
-    printed = print_mod(mask, origins, context, torch.float32) if plan.exact else None
+    printed = print_mod(mask, origins, context, torch.float32) if plan.exact or plan.drops_empty else None
     holes = BlockTableText(plan, origins, context, printed).holes()
-    functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in holes.prelude]
+    functions = [render_part(f"triton/prelude/{name}.py.jinja") for name in holes.prelude]
     functions += ["\n".join(line.text for line in printed.lines)] if printed else []
-    text = wrap_long_lines(
-        render(
-            "triton/block_table.py.jinja",
-            header=_header(mask, plan),
-            plan=plan,
-            holes=holes,
-            functions=functions,
-        )
+    module = render_module(
+        "triton/block_table.py.jinja",
+        printed=[printed] if printed else [],
+        header=_header(mask, plan),
+        plan=plan,
+        holes=holes,
+        functions=functions,
     )
     key = kernel_key(mods, origins, plan)
 
     def entry(name: str, args: tuple[Arg, ...]) -> KernelSource:
-        return KernelSource(text, name, args, (), key)
+        return KernelSource(module.text, name, args, module.line_map, key)
 
     sides = [side for side in (holes.q, holes.kv) if side.lines]
     return TableSource(
         {side.axis: entry(f"summarise_{side.noun}", side.args) for side in sides},
         entry("count_blocks", holes.count_args),
         entry("fill_blocks", holes.fill_args),
-        entry("decide_blocks", holes.decide_args) if plan.exact else None,
+        entry("decide_blocks", holes.evaluate_args) if plan.exact else None,
+        entry("drop_empty_blocks", holes.evaluate_args) if plan.drops_empty else None,
     )
 
 

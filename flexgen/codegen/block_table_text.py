@@ -78,7 +78,7 @@ class BlockTableHoles:
         rule_lines, may_live, all_live: statements and results of the rule.
         classify_args: what `classify` takes after the blocks.
         count_args, fill_args: parameters of the two kernels.
-        decide_args: of the kernel that evaluates the mask, and `live` its call of it; none unless the plan is exact.
+        evaluate_args: of the kernel that evaluates the mask, and `live` its call of it; none where there is none.
         prelude, libdevice: what the text needs besides.
     """
 
@@ -94,7 +94,7 @@ class BlockTableHoles:
     classify_args: tuple[str, ...]
     count_args: tuple[Arg, ...]
     fill_args: tuple[Arg, ...]
-    decide_args: tuple[Arg, ...]
+    evaluate_args: tuple[Arg, ...]
     live: str
     prelude: tuple[str, ...]
     libdevice: bool
@@ -140,16 +140,17 @@ class BlockTableText:
             classify_args=(*(arg.name for arg in shared), *_lengths_read(text, q, kv)),
             count_args=(*counts, *shared, *lengths),
             fill_args=(*counts, *self._fill_args(walked.axis), *shared, *lengths),
-            decide_args=(*self._decide_args(walked.axis), *lengths) if self._mask else (),
+            evaluate_args=(*self._evaluate_args(walked.axis), *lengths) if self._mask else (),
             live=self._mask.call(b="b", h="h", q_idx="q_idx[:, None]", kv_idx="kv_idx[None, :]") if self._mask else "",
             prelude=tuple(self._prelude | dict.fromkeys(self._mask.prelude if self._mask else ())),
             libdevice=self._libdevice or (self._mask is not None and self._mask.libdevice),
         )
 
-    def _decide_args(self, axis: str) -> Iterator[Arg]:
+    def _evaluate_args(self, axis: str) -> Iterator[Arg]:
         for name in (f"{axis}_num_blocks", f"full_{axis}_num_blocks", f"{axis}_offsets", f"{axis}_indices"):
             yield _table(name, torch.int32)
-        yield _table("states", torch.int8)
+        if self._plan.exact:
+            yield _table("states", torch.int8)
         yield from self._mask.args if self._mask else ()
 
     @staticmethod

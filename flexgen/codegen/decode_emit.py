@@ -5,18 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexgen.codegen.decode_text import DecodeText, combine_holes
-from flexgen.codegen.emit import (
-    Variable,
-    forward_variables,
-    line_map,
-    print_context,
-    printed_functions,
-    render_kernel,
-)
+from flexgen.codegen.emit import forward_variables, print_context, printed_functions
 from flexgen.codegen.forward_text import ForwardHoles
 from flexgen.codegen.header import decode_header
 from flexgen.codegen.key import kernel_key
 from flexgen.codegen.mod_printer import print_mod
+from flexgen.codegen.module_text import Variable, render_module
 from flexgen.codegen.source import KernelSource, SecondKernel
 from flexgen.ir.graph import Mods
 from flexgen.ir.origins import Origins
@@ -34,21 +28,24 @@ def emit_decode(mods: Mods, origins: Origins, plan: DecodePlan) -> KernelSource:
     one_row = replace(plan, index_map=IndexMap())
     combining = combine_holes(one_row, holes)
     printed = [mod for mod in (score, mask) if mod is not None]
-    module = render_kernel(
+    variables = _variables(plan, holes)
+    module = render_module(
         "triton/decode.py.jinja",
+        printed=printed,
+        optional=variables,
         header=decode_header(mods, plan),
         plan=plan,
         holes=holes,
         many_ranges=text.many_ranges,
         combine_plan=one_row,
         combine_holes=combining,
-        variables=_variables(plan, holes),
-        functions=printed_functions(printed, holes),
+        variables=variables,
+        functions=printed_functions(printed, holes, plan.DROPOUT),
         libdevice=any(mod.libdevice for mod in printed),
     )
     key = kernel_key(mods, origins, plan)
     second = SecondKernel("combine", combining.args)
-    return KernelSource(module, "forward", holes.args, line_map(module, printed), key, second)
+    return KernelSource(module.text, "forward", holes.args, module.line_map, key, second)
 
 
 def _variables(plan: DecodePlan, holes: ForwardHoles) -> list[Variable]:

@@ -27,6 +27,7 @@ class CombineHoles:
     natural_max: str
     output_address: str
     output_mask: str
+    kept_call: str
     args: tuple[Arg, ...]
 
 
@@ -105,6 +106,7 @@ def combine_holes(plan: DecodePlan, forward: ForwardHoles) -> CombineHoles:
         natural_max=forward.natural_max,
         output_address=side.address("output", "v_dim"),
         output_mask=side.mask(v),
+        kept_call=forward.kept_call,
         args=args,
     )
 

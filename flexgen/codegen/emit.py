@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from flexgen.codegen.dialects.triton import Dialect
+from flexgen.codegen.dropout_text import dropout_functions
 from flexgen.codegen.forward_text import ForwardHoles, ForwardText
 from flexgen.codegen.header import header
 from flexgen.codegen.key import kernel_key
 from flexgen.codegen.mod_printer import PrintedMod, print_mod
+from flexgen.codegen.module_text import Variable, render_module
 from flexgen.codegen.node_printer import PrintContext
-from flexgen.codegen.render import render
-from flexgen.codegen.source import KernelSource, LineOrigin
-from flexgen.codegen.wrap import wrap_long_lines
+from flexgen.codegen.render import render_part
+from flexgen.codegen.source import KernelSource
 from flexgen.ir.graph import Mods, Node
 from flexgen.ir.origins import Origins
 from flexgen.ir.sizes import size_name
+from flexgen.lowering.dropout import Draws
 from flexgen.lowering.ranges import Range, RangeAnalysis
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.problem import INDEX_LIMIT, SIZE_LIMIT
@@ -27,15 +28,6 @@ LOWEST = -3.4028234663852886e38  # the most negative finite float32
 FLOOR = -2.0e38  # times log2(e) it is still finite
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """One `NAME = tl.constexpr(text)` line at the top of a module."""
-
-    name: str
-    text: str
-    comment: str = ""
-
-
 def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSource:
     """Return the forward kernel of a plan."""
     context = print_context(mods, plan)
@@ -43,33 +35,28 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
     mask = print_mod(mods.mask, origins, context, plan.accumulator_dtype) if mods.mask else None
     holes = ForwardText(plan, score, mask, context).holes()
     printed = [mod for mod in (score, mask) if mod is not None]
-    text = render_kernel(
+    variables = forward_variables(plan, holes)
+    module = render_module(
         "triton/forward.py.jinja",
+        printed=printed,
+        optional=variables,
         header=header(mods, plan),
         plan=plan,
         holes=holes,
-        variables=forward_variables(plan, holes),
-        functions=printed_functions(printed, holes),
+        variables=variables,
+        functions=printed_functions(printed, holes, plan.DROPOUT),
         libdevice=any(mod.libdevice for mod in printed),
     )
-    return KernelSource(text, "forward", holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
+    return KernelSource(module.text, "forward", holes.args, module.line_map, kernel_key(mods, origins, plan))
 
 
-def printed_functions(mods: list[PrintedMod], holes: ForwardHoles) -> list[str]:
+def printed_functions(mods: Sequence[PrintedMod], holes: ForwardHoles, draws: Draws) -> list[str]:
     """Return the texts of the functions that come before a kernel's own: what mods and bounds call, and the mods."""
     decodes = ["from_e4m3"] if "from_e4m3" in holes.key_conversion + holes.value_conversion else []
     prelude = dict.fromkeys(name for mod in mods for name in mod.prelude) | dict.fromkeys([*holes.prelude, *decodes])
-    functions = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
-    return functions + ["\n".join(line.text for line in mod.lines) for mod in mods]
-
-
-def render_kernel(template: str, *, variables: list[Variable], **holes: object) -> str:
-    """Render a kernel's module, leaving out template variables that its text does not read, and break long lines."""
-    text = render(template, variables=variables, **holes)
-    unread = [variable for variable in variables if len(re.findall(rf"\b{variable.name}\b", text)) == 1]
-    lines = {f"{variable.name} = tl.constexpr(" for variable in unread}
-    kept = (line for line in text.split("\n") if not any(line.startswith(start) for start in lines))
-    return wrap_long_lines("\n".join(kept))
+    functions = [render_part(f"triton/prelude/{name}.py.jinja") for name in prelude]
+    functions += ["\n".join(line.text for line in mod.lines) for mod in mods]
+    return functions + dropout_functions(draws)
 
 
 def print_context(mods: Mods, plan: ForwardPlan) -> PrintContext:
@@ -123,6 +110,8 @@ def forward_variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
         ]
     if plan.index_map.page_size:
         numbers.append(Variable("PAGE_SIZE", str(plan.index_map.page_size), "keys of a page"))
+    if plan.index_map.packs_sequences:
+        numbers.append(search_width(plan.SEARCH_WIDTH))
     if plan.SM_SCALE is not None:
         numbers.append(Variable("SM_SCALE", repr(plan.SM_SCALE)))
     multiplier = plan.SM_SCALE * LOG2_E if plan.FOLD_SCALE and plan.SM_SCALE is not None else LOG2_E
@@ -133,21 +122,14 @@ def forward_variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
     return numbers
 
 
+def search_width(width: int) -> Variable:
+    """Return how many sequences a tile compares at a time."""
+    return Variable("SEARCH_WIDTH", str(width), "sequences that a tile compares at a time")
+
+
 def row_max_floor(subtract_first: bool, multiplier: float) -> Variable:
     """Return what row maxima start from, where scores are multiplied by `multiplier` inside the exponential."""
     if subtract_first:
         return Variable("ROW_MAX_FLOOR", repr(LOWEST), "the lowest float32: any finite score is at least this")
     exponent = math.floor(math.log10(-FLOOR / max(multiplier, 1.0)))
     return Variable("ROW_MAX_FLOOR", repr(-(10.0**exponent)), "below any score; finite when scaled")
-
-
-def line_map(text: str, printed: list[PrintedMod]) -> tuple[LineOrigin, ...]:
-    """Find each mod's lines in the text and map them to the user's."""
-    numbered = text.splitlines()
-    found: list[LineOrigin] = []
-    for mod in printed:
-        start = numbered.index(mod.lines[1].text) - 1
-        for offset, line in enumerate(mod.lines):
-            if line.span is not None:
-                found.append(LineOrigin(start + offset + 1, line.span.file, line.span.line))
-    return tuple(found)

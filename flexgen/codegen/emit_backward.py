@@ -8,15 +8,16 @@ from typing import Protocol
 
 from flexgen.codegen.backward_text import BackwardHoles, BackwardText
 from flexgen.codegen.dialects.triton import Dialect, pointer_type, type_name
-from flexgen.codegen.emit import LOG2_E, Variable, line_map, mod_context, render_kernel
+from flexgen.codegen.dropout_text import dropout_functions
+from flexgen.codegen.emit import LOG2_E, mod_context, search_width
 from flexgen.codegen.header import backward_header, delta_header
 from flexgen.codegen.key import kernel_key
-from flexgen.codegen.mod_printer import PrintedLine, PrintedMod, print_function, print_mod
+from flexgen.codegen.mod_printer import PrintedMod, print_function, print_mod
+from flexgen.codegen.module_text import PrintedFunction, Variable, render_module
 from flexgen.codegen.node_printer import PrintContext
-from flexgen.codegen.render import render
+from flexgen.codegen.render import render_part
 from flexgen.codegen.scatter_printer import PrintedScatter, print_scatters
 from flexgen.codegen.source import Arg, KernelSource, Role
-from flexgen.codegen.wrap import wrap_long_lines
 from flexgen.ir.graph import Axis, Mods
 from flexgen.ir.origins import Origins
 from flexgen.ir.score_grad import GRAD_INPUTS, ScoreGrad
@@ -32,6 +33,8 @@ class DeltaHoles:
     grad_output_address: str
     accumulator: str
     has_grad_logsumexp: bool
+    log2_e: str
+    shift: str
 
 
 def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: BackwardPlan) -> KernelSource:
@@ -49,16 +52,19 @@ def emit_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, plan: Ba
     scatters = _print_scatters(grad, context, plan) if grad else ()
     holes = BackwardText(plan, score, mask, through, scatters, context).holes()
     printed = [mod for mod in (score, mask, through) if mod is not None]
-    text = render_kernel(
+    variables = _variables(plan, holes)
+    module = render_module(
         f"triton/{plan.kernel.value}.py.jinja",
+        printed=[*printed, *scatters],
+        optional=variables,
         header=backward_header(mods, plan),
         plan=plan,
         holes=holes,
-        variables=_variables(plan, holes),
-        functions=_functions([*printed, *scatters], holes),
+        variables=variables,
+        functions=[*_functions([*printed, *scatters], holes), *_dropout_functions(plan)],
         libdevice=any(mod.libdevice for mod in printed) or any(scatter.libdevice for scatter in scatters),
     )
-    return KernelSource(text, plan.kernel.value, holes.args, line_map(text, printed), kernel_key(mods, origins, plan))
+    return KernelSource(module.text, plan.kernel.value, holes.args, module.line_map, kernel_key(mods, origins, plan))
 
 
 def _print_grad(grad: ScoreGrad, context: PrintContext, plan: BackwardPlan) -> PrintedMod | None:
@@ -73,19 +79,21 @@ def _print_scatters(grad: ScoreGrad, context: PrintContext, plan: BackwardPlan) 
     return print_scatters(grad, plan.scatter, walked, context, plan.accumulator_dtype, plan.accumulation)
 
 
-class _Printed(Protocol):
-    """Whatever was printed as device functions."""
+class _Printed(PrintedFunction, Protocol):
+    """Functions that may call those of the prelude."""
 
-    @property
-    def lines(self) -> tuple[PrintedLine, ...]: ...
     @property
     def prelude(self) -> tuple[str, ...]: ...
 
 
 def _functions(parts: Sequence[_Printed], holes: BackwardHoles) -> list[str]:
     prelude = dict.fromkeys(name for part in parts for name in part.prelude) | dict.fromkeys(holes.prelude)
-    texts = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in prelude]
+    texts = [render_part(f"triton/prelude/{name}.py.jinja") for name in prelude]
     return texts + ["\n".join(line.text for line in part.lines) for part in parts]
+
+
+def _dropout_functions(plan: BackwardPlan) -> list[str]:
+    return dropout_functions(plan.DROPOUT, transposed=plan.kernel is BackwardKernel.DKDV)
 
 
 def _variables(plan: BackwardPlan, holes: BackwardHoles) -> list[Variable]:
@@ -93,6 +101,8 @@ def _variables(plan: BackwardPlan, holes: BackwardHoles) -> list[Variable]:
     names += ["GQA_SHARED_HEADS"]
     names += ["SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE"] if holes.table else []
     variables = [Variable(name, str(getattr(plan, name))) for name in names]
+    if plan.index_map.packs_sequences:
+        variables.append(search_width(plan.SEARCH_WIDTH))
     if plan.SM_SCALE is not None:
         variables.append(Variable("SM_SCALE", repr(plan.SM_SCALE)))
         if plan.FOLD_SCALE:
@@ -106,6 +116,7 @@ def emit_delta(plan: DeltaPlan) -> KernelSource:
     tensors = {"output": dtype, "grad_output": dtype, "logsumexp": accumulator}
     tensors |= {"grad_logsumexp": accumulator} if plan.has_grad_logsumexp else {}
     tensors |= {"delta": accumulator, "row_shift": accumulator}
+    tensors |= dict.fromkeys(("logsumexp_tail", "row_tail"), accumulator) if plan.rows.writes_tail else {}
     args = [Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(kind), True) for name, kind in tensors.items()]
     strided = ["output", "grad_output", *["grad_logsumexp"] * plan.has_grad_logsumexp]
     for name in strided:
@@ -121,9 +132,12 @@ def emit_delta(plan: DeltaPlan) -> KernelSource:
         grad_output_address=_row_address("grad_output", plan, unit="grad_output" in plan.unit_stride),
         accumulator=type_name(accumulator),
         has_grad_logsumexp=plan.has_grad_logsumexp,
+        log2_e=repr(LOG2_E),
+        shift="logsumexp * LOG2_E" if plan.rows.BASE_2 else "logsumexp",
     )
-    text = wrap_long_lines(render("triton/backward_delta.py.jinja", header=delta_header(plan), plan=plan, holes=holes))
-    return KernelSource(text, "backward_delta", tuple(args), (), kernel_key(Mods(), Origins(), plan))
+    module = render_module("triton/backward_delta.py.jinja", header=delta_header(plan), plan=plan, holes=holes)
+    key = kernel_key(Mods(), Origins(), plan)
+    return KernelSource(module.text, "backward_delta", tuple(args), module.line_map, key)
 
 
 def _row_address(tensor: str, plan: DeltaPlan, *, unit: bool) -> str:

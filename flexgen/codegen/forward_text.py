@@ -10,12 +10,14 @@ import torch
 
 from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, SegmentNames, WalkedAxis
 from flexgen.codegen.dialects.triton import pointer_type, type_name
+from flexgen.codegen.dropout_text import dropout_args, kept_call
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.sides import Pages, Side, dim_mask
 from flexgen.codegen.source import Arg, Role
-from flexgen.codegen.tile_args import dot_options, stride_args
+from flexgen.codegen.tile_args import dot_options, length_args, stride_args
 from flexgen.codegen.walk_text import Checked, gap_count, grouped, span, walks_of
+from flexgen.lowering.dropout import Draws
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.triton.plan import ForwardPlan
 
@@ -61,6 +63,8 @@ class ForwardHoles:
     accumulator: str
     score_call: str
     live: Checked
+    kept_call: str
+    stream_head: str
     bounds: tuple[str, ...]
     visits: tuple[tuple[str, ...], ...]
     args: tuple[Arg, ...]
@@ -137,6 +141,8 @@ class ForwardText:
             accumulator=type_name(plan.accumulator_dtype),
             score_call=self._score_call(),
             live=self._live(),
+            kept_call=kept_call(plan.DROPOUT, "q_idx[:, None]", "kv_idx[None, :]"),
+            stream_head=self._indices()["h"],
             bounds=self.ranges.lines if self.ranges else (),
             visits=tuple(self._visits()),
             args=args,
@@ -158,8 +164,12 @@ class ForwardText:
         return "sm_scale" if self.plan.SM_SCALE is None else "SM_SCALE"
 
     @property
-    def _uses_kv_idx(self) -> bool:
+    def _has_mods(self) -> bool:
         return self.score is not None or self.mask is not None
+
+    @property
+    def _uses_kv_idx(self) -> bool:
+        return self._has_mods or self.plan.DROPOUT is Draws.SINGLE
 
     def _pages(self) -> Pages:
         """How keys lie in pages."""
@@ -270,7 +280,10 @@ class ForwardText:
         names += [self.kv_len] if self.kv_len in self.column_limit else []
         names += ["page_table_ptr"] if plan.index_map.page_size else []
         names += ["KV_OFFSET"] if plan.index_map.has_offsets and self._uses_kv_idx else []
-        names += ["b", "h", "q_idx"] if self._uses_kv_idx else []
+        names += ["b", "h"] if self._has_mods else []
+        names += ["q_idx"] if self._uses_kv_idx else []
+        names += ["stream", "drop_below"] if plan.DROPOUT is not Draws.NONE else []
+        names += ["q_start"] if plan.DROPOUT is Draws.GROUPED else []
         return names + [arg.name for arg in self._captured_args()]
 
     def _lines_of_names(self) -> list[str]:
@@ -318,9 +331,10 @@ class ForwardText:
             paged = plan.index_map.page_size > 0 and row == "kv"
             args += stride_args(tensor, row, plan, {*plan.unit_stride, "output"}, outer="page" if paged else "b")
         lengths = ["Q_LEN", "KV_LEN", "Q_HEADS", *["Q_OFFSET", "KV_OFFSET"] * plan.index_map.has_offsets]
-        args += [Arg(name, Role.LENGTH, name, None, "i32", False) for name in lengths]
+        args += length_args(plan, ["Q_TOTAL", "SEQUENCES", "Q_HEADS"] if plan.index_map.packs_sequences else lengths)
         args += [Arg("v_scale", Role.SIDE_NUMBER, "v_scale", None, "fp32", False)] * (plan.V_SCALE == "number")
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
+        args += dropout_args(plan.DROPOUT, plan.accumulator_dtype)
         bounds = self.ranges.args if self.ranges else ()
         return tuple(dict.fromkeys([*args, *self._captured_args(), *bounds]))
 

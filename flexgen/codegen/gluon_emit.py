@@ -8,15 +8,15 @@ import torch
 
 from flexgen.codegen.dialects.gluon import helpers_in, translate
 from flexgen.codegen.dialects.triton import Dialect
-from flexgen.codegen.emit import LOG2_E, Variable, line_map, mod_context, row_max_floor
+from flexgen.codegen.emit import LOG2_E, mod_context, row_max_floor
 from flexgen.codegen.gluon_header import gluon_header
 from flexgen.codegen.gluon_text import GluonHoles, GluonText
 from flexgen.codegen.key import kernel_key
 from flexgen.codegen.mod_printer import MOD_INPUTS, PrintedLine, PrintedMod, print_function, print_mod
+from flexgen.codegen.module_text import Variable, render_module
 from flexgen.codegen.node_printer import PrintContext
-from flexgen.codegen.render import render
+from flexgen.codegen.render import render_part
 from flexgen.codegen.source import KernelSource
-from flexgen.codegen.wrap import wrap_long_lines
 from flexgen.ir.graph import Mods
 from flexgen.ir.origins import Origins
 from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan, Template
@@ -33,18 +33,18 @@ def emit_gluon(mods: Mods, origins: Origins, plan: GluonPlan) -> KernelSource:
     text = GluonText(plan, score, mask, context)
     holes = text.holes()
     used = [mod for mod in (score, text.mask) if mod is not None]
-    printed = [_in_gluon(mod) for mod in used]
-    module = wrap_long_lines(
-        render(
-            f"gluon_hopper/{TEMPLATES[plan.template]}.py.jinja",
-            header=gluon_header(mods, plan),
-            plan=plan,
-            holes=holes,
-            variables=_variables(plan, holes),
-            functions=[*_prelude(used, holes, text), *("\n".join(line.text for line in mod.lines) for mod in printed)],
-        )
+    printed = [in_gluon(mod) for mod in used]
+    functions = [*_prelude(used, holes, text), *("\n".join(line.text for line in mod.lines) for mod in printed)]
+    module = render_module(
+        f"gluon_hopper/{TEMPLATES[plan.template]}.py.jinja",
+        printed=printed,
+        header=gluon_header(mods, plan),
+        plan=plan,
+        holes=holes,
+        variables=_variables(plan, holes),
+        functions=functions,
     )
-    return KernelSource(module, "forward", holes.args, line_map(module, printed), kernel_key(mods, origins, plan))
+    return KernelSource(module.text, "forward", holes.args, module.line_map, kernel_key(mods, origins, plan))
 
 
 def _print_score(fold: ScoreFold, origins: Origins, context: PrintContext) -> PrintedMod:
@@ -55,17 +55,18 @@ def _print_score(fold: ScoreFold, origins: Origins, context: PrintContext) -> Pr
     return print_function("score_mod", doc, inputs, fold.graph.root, fold.origins(origins), context, torch.float32)
 
 
-def _in_gluon(mod: PrintedMod) -> PrintedMod:
+def in_gluon(mod: PrintedMod) -> PrintedMod:
+    """Return a printed mod in Gluon's words."""
     return replace(mod, lines=tuple(PrintedLine(translate(line.text), line.span) for line in mod.lines))
 
 
 def _prelude(used: list[PrintedMod], holes: GluonHoles, text: GluonText) -> list[str]:
     """Return the functions that the mods, the key ranges and the template call."""
     names = dict.fromkeys(name for mod in used for name in mod.prelude) | dict.fromkeys(holes.prelude)
-    plain = [render(f"triton/prelude/{name}.py.jinja").rstrip() for name in names]
+    plain = [render_part(f"triton/prelude/{name}.py.jinja") for name in names]
     own = helpers_in([line.text for mod in used for line in mod.lines] + plain)
     own += ["keep_interval"] if text.live else []
-    return [*(render(f"gluon_hopper/prelude/{name}.py.jinja").rstrip() for name in own), *map(translate, plain)]
+    return [*(render_part(f"gluon_hopper/prelude/{name}.py.jinja") for name in own), *map(translate, plain)]
 
 
 def _variables(plan: GluonPlan, holes: GluonHoles) -> list[Variable]:

@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, SegmentNames, WalkedAxis
+from flexgen.codegen.bounds_printer import PrintedRanges, RangesPrinter, WalkedAxis
 from flexgen.codegen.dialects.gluon import translate
 from flexgen.codegen.dialects.triton import SIGNATURE_NAMES, TYPE_NAMES, pointer_type
 from flexgen.codegen.forward_text import DERIVED_LISTS, LISTS
 from flexgen.codegen.gluon_live import print_live
+from flexgen.codegen.gluon_walk import Gap, full_names, gap_names, gaps_of, lines_of, outside_of_full
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.source import Arg, Role
 from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan
 from flexgen.lowering.schedule import Walk
 
-LINE = 96  # columns of names in a line of parameters
 WALKS = {Walk.RANGES: "key_ranges", Walk.DERIVED: "key_lists", Walk.TABLE: "key_table"}
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Key tiles between two segments, which the walk leaves out: where they start and how many they are."""
-
-    start: str
-    width: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +90,10 @@ class GluonText:
             dtype=f"gl.{TYPE_NAMES[plan.query_dtype]}",
             rows="ROWS",
             tiles=self.tiles,
-            fulls=bool(self._full_names()),
+            fulls=bool(full_names(self.ranges.names)),
             bounds=tuple(translate(line) for line in self.ranges.lines),
             reduced=self.reduced,
-            gaps=tuple(self._gaps()),
+            gaps=gaps_of(segments),
             visited=" + ".join(f"{s.hi} - {s.lo}" for s in segments),
             first_lo=segments[0].lo if segments else "",
             count="tiles[1]",
@@ -161,7 +153,7 @@ class GluonText:
             case Walk.TABLE:
                 lists = ["partial", "count", "num_partial", "num_blocks", "past"]
                 return (*lists, *["full"] * self.plan.HAS_FULL_BLOCKS)
-        return ("first", "count", *self._gap_names(), *self._full_names())
+        return ("first", "count", *gap_names(self.ranges.names), *full_names(self.ranges.names))
 
     def _print_ranges(self, context: PrintContext) -> PrintedRanges:
         names = ("b", "h", "q_lo", "q_hi", "Q_LEN", "KV_LEN")
@@ -182,21 +174,6 @@ class GluonText:
         rows = (f"row = tl.arange(0, {rounded}, layout=ROW_LAYOUT)", "q_idx = q_start + row")
         return (*rows, f"row_exists = (q_idx < Q_LEN){inside}" if inside else "row_exists = q_idx < Q_LEN")
 
-    def _gap_names(self) -> list[str]:
-        return [f"{kind}_{n}" for n in range(len(self.ranges.names) - 1) for kind in ("gap", "width")]
-
-    def _gaps(self) -> Iterable[Gap]:
-        for left, right in zip(self.ranges.names, self.ranges.names[1:], strict=False):
-            yield Gap(left.hi, f"{right.lo} - {left.hi}")
-
-    def _full_names(self) -> list[str]:
-        found: list[str] = []
-        for segment in self.ranges.names:
-            if segment.full_hi is not None:
-                found += [str(segment.full_lo)] if _has_left_edge(segment) else []
-                found.append(segment.full_hi)
-        return found
-
     def _needs_mask(self) -> str:
         """The condition under which a key tile is checked, "" where each one is."""
         if self.listed:
@@ -207,13 +184,7 @@ class GluonText:
             )
             partial = f"step < {listed}"
             return f"({partial}) | ((tile + 1) * BLOCK_N > KV_LEN)" if self.table or self.plan.KV_TAIL else partial
-        full = [s for s in self.ranges.names if s.full_hi is not None]
-        if len(full) == 1 and len(self.ranges.names) == 1:
-            left = f"(tile < {full[0].full_lo}) | " if _has_left_edge(full[0]) else ""
-            right = f"tile >= {full[0].full_hi}"
-            return f"{left}({right})" if left else right
-        inside = [f"((tile >= {s.full_lo}) & (tile < {s.full_hi}))" for s in full]
-        return f"({' | '.join(inside)}) == 0" if inside else ""
+        return outside_of_full(self.ranges.names)
 
     # Scores.
 
@@ -301,17 +272,6 @@ class GluonText:
 _INDICES = {"b": "b", "h": "h", "q_idx": "q_idx[:, None]", "kv_idx": "kv_idx[None, :]"}
 
 
-def lines_of(names: Iterable[str]) -> list[str]:
-    """Return names joined into lines that are filled."""
-    lines: list[str] = []
-    for name in names:
-        if lines and len(lines[-1]) + len(name) + 2 <= LINE:
-            lines[-1] += f", {name}"
-        else:
-            lines.append(name)
-    return lines
-
-
 def derived_args() -> tuple[Arg, ...]:
     """Return the arguments of a derived table: pointers to its lists, and strides of those by row of blocks."""
     return (*_lists(DERIVED_LISTS), *_list_strides("kv_num_blocks", "bh"))
@@ -329,10 +289,6 @@ def _lists(names: Iterable[str]) -> list[Arg]:
 
 def _list_strides(name: str, axes: str) -> list[Arg]:
     return [Arg(f"{name}_stride_{axis}", Role.TABLE_STRIDE, name, dim, "i32", False) for dim, axis in enumerate(axes)]
-
-
-def _has_left_edge(segment: SegmentNames) -> bool:
-    return segment.full_lo != segment.lo
 
 
 def _names(args: Iterable[Arg]) -> tuple[str, ...]:

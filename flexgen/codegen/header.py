@@ -6,6 +6,7 @@ import textwrap
 
 from flexgen.ir.graph import Graph, Mods
 from flexgen.lowering.decision import Decision
+from flexgen.lowering.dropout import Draws
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
@@ -53,8 +54,10 @@ def _rows(mods: Mods, plan: ForwardPlan) -> list[tuple[str, str]]:
         ("score_mod", _name(mods.score, "none: softmax of scaled products")),
         ("mask_mod", _name(mods.mask, "none: every key is live")),
         ("tile", _tile(plan)),
+        *_sequences(plan),
         ("keys", _keys(plan.schedule)),
         ("rows safe", _yes(plan.ROWS_GUARANTEED_SAFE, _because(plan, "ROWS_GUARANTEED_SAFE"))),
+        *_dropout(plan),
         ("flags", ", ".join(f"{name}={getattr(plan, name)}" for name in FLAGS)),
     ]
 
@@ -68,7 +71,9 @@ def backward_header(mods: Mods, plan: BackwardPlan) -> str:
         ("score_mod", _name(mods.score, "none: softmax of scaled products")),
         ("mask_mod", _name(mods.mask, "none: every key is live")),
         ("tile", f"{sizes}   because: {_because(plan, 'BLOCK_M')}"),
+        *_sequences(plan),
         (walked, _keys(plan.schedule)),
+        *_dropout(plan),
         ("flags", ", ".join(f"{name}={getattr(plan, name)}" for name in FLAGS if hasattr(plan, name))),
     ]
     body = "\n".join(row(label, text) for label, text in rows)
@@ -102,9 +107,20 @@ def _tile(plan: ForwardPlan) -> str:
     return f"{sizes}   because: {_because(plan, 'BLOCK_M')}"
 
 
+def _sequences(plan: ForwardPlan | BackwardPlan) -> list[tuple[str, str]]:
+    packed = plan.index_map.packs_sequences
+    return [("sequences", f"packed: {_because(plan, 'SEARCH_WIDTH')}")] if packed else []
+
+
 def _keys(schedule: Schedule) -> str:
     known = [segment.because for segment in schedule.segments if segment.because not in schedule.because]
     return "\n".join([schedule.because, *known])
+
+
+def _dropout(plan: ForwardPlan | BackwardPlan) -> list[tuple[str, str]]:
+    if plan.DROPOUT is Draws.NONE:
+        return []
+    return [("dropout", f"{plan.DROPOUT}   because: {_because(plan, 'DROPOUT')}")]
 
 
 def _yes(value: bool, because: str) -> str:

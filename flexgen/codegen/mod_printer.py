@@ -11,7 +11,7 @@ from flexgen.codegen.dialects.triton import type_name
 from flexgen.codegen.expression import Expression, call, method
 from flexgen.codegen.node_printer import NodePrinter, PrintContext
 from flexgen.codegen.source import Arg
-from flexgen.codegen.wrap import wrap_long_lines
+from flexgen.codegen.wrap import wrap_line
 from flexgen.errors import SourceSpan
 from flexgen.ir.graph import Axis, Graph, Node
 from flexgen.ir.origins import Origins
@@ -87,7 +87,7 @@ def print_function(
 def wrapped_lines(lines: list[PrintedLine]) -> Iterator[PrintedLine]:
     """Yield the lines, long ones broken, each piece with its line's origin."""
     for line in lines:
-        yield from (PrintedLine(piece, line.span) for piece in wrap_long_lines(line.text).split("\n"))
+        yield from (PrintedLine(piece, line.span) for piece in wrap_line(line.text))
 
 
 RESERVED = frozenset({"tl", "triton", "libdevice", "float"})
@@ -132,7 +132,7 @@ def body_lines(printer: NodePrinter, origins: Origins, root: Node, result: Expre
         span = origins.span(node)
         comment = comment_text(span) if span else None
         if comment and comment != shown:
-            lines.append(PrintedLine(f"    # {comment}"))
+            lines.append(PrintedLine(f"    # {comment}", span))
             shown = comment
         lines.append(PrintedLine(f"    {text}", span))
     return lines

@@ -181,7 +181,7 @@ class NodePrinter:
 
     def _operand(self, node: Node) -> Operand:
         non_negative = not node.dtype.is_floating_point and self.context.analysis.of(node).non_negative
-        return Operand(self._printed[node], self._dtypes[node], non_negative)
+        return Operand(self._printed[node], self._dtypes[node], non_negative, node.op == "const")
 
     def _owner(self, node: Node) -> str:
         size = split_size_name(node.attr)

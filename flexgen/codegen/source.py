@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 
 class Role(enum.Enum):
@@ -22,14 +24,16 @@ class Role(enum.Enum):
     SIDE_NUMBER = "side number"  # a number that a call brings: v_scale
     SPLITS = "splits"  # how many programs share the keys of a row
     SCRATCH = "scratch"  # pointer to memory that one kernel of a call leaves for the next
+    CU_SEQLENS = "cu_seqlens"  # pointer to the offsets of packed sequences
     BUFFER = "buffer"  # pointer to a captured tensor
     BUFFER_STRIDE = "buffer stride"
     BUFFER_SIZE = "buffer size"
     BUFFER_GRAD = "buffer gradient"  # pointer to the gradient of a captured tensor
     BUFFER_GRAD_STRIDE = "buffer gradient stride"
     SCALAR = "scalar"  # captured number
-    LENGTH = "length"  # Q_LEN, KV_LEN, Q_HEADS, BATCH, Q_OFFSET, KV_OFFSET
+    LENGTH = "length"  # Q_LEN, KV_LEN, Q_HEADS, BATCH, Q_OFFSET, KV_OFFSET; Q_TOTAL, KV_TOTAL, SEQUENCES
     SCALE = "scale"
+    DROPOUT = "dropout"  # drop_below, keep_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +56,32 @@ class Arg:
     specialize: bool
 
 
+class Written(enum.Enum):
+    """Who wrote what an emitted line says."""
+
+    TEMPLATE = "template"  # of flexgen
+    USER = "user"  # in a mod
+
+
 @dataclass(frozen=True, slots=True)
 class LineOrigin:
-    """The user's line that an emitted line came from (both count from 1)."""
+    """What an emitted line comes from.
+
+    Attributes:
+        emitted: the line's number; lines count from 1.
+        written: by whom.
+        file: a template's name in `flexgen/templates`, or the path of the user's file.
+        line: the number there; of a statement over several lines, the first.
+    """
 
     emitted: int
+    written: Written
     file: str
     line: int
+
+    def __str__(self) -> str:
+        place = f"{self.file}, line {self.line}"
+        return place if self.written is Written.USER else f"flexgen's template {place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +100,7 @@ class KernelSource:
         text: the module's text.
         entry: name of the kernel function in it.
         args: its parameters, in order.
-        line_map: emitted lines that came from the user's source.
+        line_map: where each line of the text comes from, in order.
         key: digest of mods, plan and flexgen's own sources; names the module in caches.
         second: the kernel that finishes what the entry leaves, if it takes two.
     """
@@ -88,3 +111,22 @@ class KernelSource:
     line_map: tuple[LineOrigin, ...]
     key: str
     second: SecondKernel | None = None
+
+    def of_second(self) -> KernelSource:
+        """Return the same module with the second kernel as its entry."""
+        assert self.second is not None, f"{self.entry} has no second kernel"
+        return replace(self, entry=self.second.entry, args=self.second.args, second=None)
+
+
+def line_map_text(source: KernelSource) -> str:
+    """Return the origin of each emitted line as JSON: one object a line, the user's file by its name alone."""
+    rows = [
+        {
+            "line": origin.emitted,
+            "from": origin.written.value,
+            "file": PurePath(origin.file).name if origin.written is Written.USER else origin.file,
+            "at": origin.line,
+        }
+        for origin in source.line_map
+    ]
+    return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"

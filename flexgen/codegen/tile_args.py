@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 import torch
 
+from flexgen.codegen.dialects.triton import pointer_type
 from flexgen.codegen.source import Arg, Role
+from flexgen.lowering.index_map import IndexMap
 
 
 class TilePlan(Protocol):
@@ -21,6 +23,17 @@ class TilePlan(Protocol):
     def FLOAT32_PRECISION(self) -> str: ...
     @property
     def wide(self) -> frozenset[str]: ...
+    @property
+    def index_map(self) -> IndexMap: ...
+
+
+def length_args(plan: TilePlan, names: Iterable[str]) -> Iterator[Arg]:
+    """Yield lengths and counts that a kernel takes by name, and where packed sequences begin."""
+    dtype = plan.index_map.cu_seqlens
+    if dtype is not None:
+        offsets = ("cu_seqlens_q", "cu_seqlens_k")
+        yield from (Arg(f"{name}_ptr", Role.CU_SEQLENS, name, None, pointer_type(dtype), False) for name in offsets)
+    yield from (Arg(name, Role.LENGTH, name, None, "i32", False) for name in names)
 
 
 def dot_options(plan: TilePlan) -> str:
@@ -34,11 +47,14 @@ def dot_options(plan: TilePlan) -> str:
 def stride_args(tensor: str, axis: str, plan: TilePlan, unit_stride: Collection[str], outer: str = "b") -> list[Arg]:
     """Return a tensor's strides along batch, head and `axis`, and along the head dim where it is not 1.
 
+    Packed sequences are one entry of the batch.
+
     Args:
         outer: the name of the first dimension, the batch unless keys lie in pages.
     """
     width = "i64" if tensor in plan.wide else "i32"
-    kinds = {outer: (0, "i64"), "h": (1, "i64"), axis: (2, width)}
+    kinds = {} if plan.index_map.packs_sequences else {outer: (0, "i64")}
+    kinds |= {"h": (1, "i64"), axis: (2, width)}
     if tensor not in unit_stride:
         kinds["d"] = (3, width)
     return [

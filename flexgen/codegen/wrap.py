@@ -7,12 +7,8 @@ from collections.abc import Iterator
 WIDTH = 110
 
 
-def wrap_long_lines(text: str) -> str:
-    """Return the text with every code line longer than WIDTH broken at call arguments where it has any."""
-    return "\n".join(piece for line in text.split("\n") for piece in _wrap(line))
-
-
-def _wrap(line: str) -> list[str]:
+def wrap_line(line: str) -> list[str]:
+    """Return a line, broken at call arguments if it is code longer than WIDTH and has any."""
     if len(line) <= WIDTH or line.lstrip().startswith(("#", '"""')):
         return [line]
     indent = " " * (len(line) - len(line.lstrip()))
@@ -22,8 +18,8 @@ def _wrap(line: str) -> list[str]:
     closing = _matching(line, opening)
     assert closing is not None
     args = _split(line[opening + 1 : closing])
-    inner = [piece for row in _rows(args, WIDTH - len(indent) - 4) for piece in _wrap(f"{indent}    {row},")]
-    return [line[: opening + 1], *inner, *_wrap(f"{indent}{line[closing:]}")]
+    inner = [piece for row in _rows(args, WIDTH - len(indent) - 4) for piece in wrap_line(f"{indent}    {row},")]
+    return [line[: opening + 1], *inner, *wrap_line(f"{indent}{line[closing:]}")]
 
 
 def _arguments(line: str) -> list[str]:

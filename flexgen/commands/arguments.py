@@ -41,8 +41,12 @@ def add_file(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_problem(parser: argparse.ArgumentParser, *, dtype: str, target: bool = True) -> None:
-    """Add what makes a file's mods an attention problem: shape, dtype, options and, mostly, the target."""
+def add_problem(
+    parser: argparse.ArgumentParser, *, dtype: str, target: bool = True, dropout: bool = True, packed: bool = True
+) -> None:
+    """Add what makes a file's mods an attention problem: shape, dtype, options and, mostly, more."""
+    if packed:
+        _add_packed(parser)
     parser.add_argument(
         "--shape",
         type=parse_shape,
@@ -65,8 +69,26 @@ def add_problem(parser: argparse.ArgumentParser, *, dtype: str, target: bool = T
         metavar="NAME=VALUE",
         help="kernel options, as USE_SUBTILING=1 BLOCK_M=64; `flexgen options` lists them",
     )
+    if dropout:
+        parser.add_argument(
+            "--dropout",
+            type=parse_probability,
+            default=0.0,
+            metavar="P",
+            help="the probability that a softmax weight is dropped (default: 0)",
+        )
     if target:
         add_target(parser, "the chip to compile for, or interpret (default: this machine's GPU; without one, sm_90)")
+
+
+def _add_packed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--packed",
+        type=parse_lengths,
+        metavar="LENGTHS",
+        help="lengths of sequences packed along the length, such as 100,37,1, as for cu_seqlens; the shape's B, Lq and "
+        "Lk are 1 and their sum then",
+    )
 
 
 def add_target(parser: argparse.ArgumentParser, text: str) -> None:
@@ -81,6 +103,20 @@ def add_dump_code(parser: argparse.ArgumentParser) -> None:
         const=STDOUT,
         help="print the emitted source; with DIR, write a numbered file for each stage there",
     )
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--diff",
+        type=parse_setting,
+        action="extend",
+        nargs="+",
+        metavar="NAME=VALUE",
+        help="show what options change, beside what --set sets: the decisions, and the emitted text line by line",
+    )
+
+
+def add_backward(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backward", action="store_true", help="lower the backward kernels too: query, key and value require grad"
     )
@@ -116,12 +152,29 @@ def parse_shape(text: str) -> Shape:
     return Shape(*map(int, parts))
 
 
+def parse_lengths(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} are no lengths: give whole numbers, such as 100,37,1")
+    return tuple(map(int, parts))
+
+
 def parse_dtype(text: str) -> str:
     """Return torch's name of a dtype."""
     name = DTYPES.get(text, text)
     if name not in DTYPES.values():
         raise argparse.ArgumentTypeError(f"{text!r} is not a dtype: choose one of {', '.join(DTYPES)}")
     return name
+
+
+def parse_probability(text: str) -> float:
+    try:
+        p = float(text)
+    except ValueError:
+        p = -1.0
+    if not 0.0 <= p <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a probability: give a number from 0 to 1, such as 0.1")
+    return p
 
 
 def parse_setting(text: str) -> tuple[str, object]:

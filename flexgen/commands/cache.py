@@ -11,11 +11,12 @@ from flexgen.commands.console import Console, counted
 from flexgen.errors import FlexgenError
 from flexgen.runtime.cache import SourceCache
 from flexgen.runtime.environment import read_environment
+from flexgen.tuning.store import FOLDER, TunedStore
 
 EXAMPLES = """\
   flexgen cache path                             the directory
   flexgen cache list                             one line for each emitted source
-  flexgen cache clear                            delete them all"""
+  flexgen cache clear                            delete them all, and what `flexgen tune` kept"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,9 @@ def _list(directory: Path, console: Console) -> None:
     if files:
         console.table(("key", "kernel", "bytes", "used"), [_row(path) for path in files], left=2)
     total = sum(path.stat().st_size for path in files)
-    console.note(f"{counted(len(files), 'source')}, {total:,} bytes in {directory}")
+    tuned = len(TunedStore(directory / FOLDER).files())
+    told = f", and what was tuned for {counted(tuned, 'problem')}" if tuned else ""
+    console.note(f"{counted(len(files), 'source')}, {total:,} bytes in {directory}{told}")
 
 
 def _row(path: Path) -> list[str]:
@@ -74,4 +77,6 @@ def _age(seconds: float) -> str:
 
 def _clear(directory: Path, console: Console) -> None:
     number = SourceCache(directory).clear() if directory.is_dir() else 0
-    console.line(f"deleted {counted(number, 'source')} in {directory}")
+    tuned = TunedStore(directory / FOLDER).clear()
+    told = f", and what was tuned for {counted(tuned, 'problem')}" if tuned else ""
+    console.line(f"deleted {counted(number, 'source')} in {directory}{told}")

@@ -20,10 +20,12 @@ from flexgen.lowering.targets import TARGETS, target_named
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.describe import softmax_scale, to_bhsd
 from flexgen.runtime.device_target import target_of
+from flexgen.runtime.dropout import Dropout, draw_seed
 
 EXAMPLES = """\
   flexgen check causal.py                        on this machine's GPU, or interpreted on the CPU
   flexgen check causal.py --target interpret     on the CPU
+  flexgen check causal.py --packed 100,37,1      sequences of these lengths, packed
   flexgen check mods.py:softcap --dtype bf16 --set USE_SUBTILING=1 --shape 1,2,2,100,300,80,80"""
 
 SEED = 0
@@ -95,6 +97,8 @@ def compare(
     """Run the attention on query, key and value and compare each of its outputs with float64."""
     query, key, value = tensors
     layout = subject.attention.options.layout
+    random = torch.Generator(query.device).manual_seed(SEED)
+    dropped = Dropout(subject.dropout_p, draw_seed(query.device, random)) if subject.dropout_p else None
     problem = DenseProblem(
         to_bhsd(query, layout),
         to_bhsd(key, layout),
@@ -102,11 +106,17 @@ def compare(
         subject.attention.score_mod,
         subject.attention.mask_mod,
         softmax_scale(None, query.shape[3]),
+        dropped,
+        subject.packed,
     )
     with fitting_shape(subject.shape):
         exact = evaluate_dense(problem, "exact", lambda work: console.track(work, "in float64", at_least=32))
         eager = evaluate_dense(problem, "eager", lambda work: console.track(work, "eagerly", at_least=32))
-    output, aux = subject.attention(query, key, value, return_aux=AuxRequest(lse=True, max_scores=True))
+    request, random = AuxRequest(lse=True, max_scores=True), random.manual_seed(SEED)
+    offsets = subject.offsets(query.device)
+    output, aux = subject.attention(
+        query, key, value, return_aux=request, cu_seqlens_q=offsets, dropout_p=subject.dropout_p, generator=random
+    )
     actual = Outputs(to_bhsd(output, layout), aux.lse, aux.max_scores)
     return (
         _comparison("output", actual.output, exact.output, _output_tolerance(exact.output, eager.output, plan)),
@@ -162,7 +172,7 @@ def _gaps(actual: Tensor, exact: Tensor) -> Tensor:
 def _write_head(subject: Subject, device: torch.device, console: Console) -> None:
     where = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU, in Triton's interpreter"
     dtype = str(subject.dtype).removeprefix("torch.")
-    console.line(Span(f"{subject.name}  {subject.shape}  {dtype}", "bold"), Span(f"  on {where}", "dim"))
+    console.line(Span(f"{subject.name}  {subject.sizes}  {dtype}", "bold"), Span(f"  on {where}", "dim"))
 
 
 def _write_decisions(plan: ForwardPlan, console: Console) -> None:

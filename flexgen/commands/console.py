@@ -8,14 +8,16 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
+T = TypeVar("T")
 Style = Literal["", "bold", "dim", "green", "red", "yellow", "cyan"]
 WIDTH = 100  # lines are wrapped to this many columns
 
 try:
     from rich.console import Console as RichConsole
     from rich.progress import track as rich_track
+    from rich.syntax import Syntax as RichSyntax
     from rich.text import Text as RichText
 except ImportError:  # the extra `cli` is not installed: the same text, without colour
     RICH_IS_INSTALLED = False
@@ -51,6 +53,15 @@ class Console:
         """Write text as it is."""
         self._out.write(text)
 
+    def code(self, text: str) -> None:
+        """Write Python as it is, in colours on a terminal."""
+        if self._rich_out is None:
+            self._out.write(text)
+            return
+        # ansi_dark takes the terminal's own sixteen colours, which its user chose to be readable.
+        painted = RichSyntax("", "python", theme="ansi_dark").highlight(text)
+        self._rich_out.print(painted, soft_wrap=True, end="" if text.endswith("\n") else "\n")
+
     def line(self, *spans: Span | str) -> None:
         """Write one line."""
         _write(self._out, self._rich_out, [_span(span) for span in spans])
@@ -68,6 +79,15 @@ class Console:
             padded = [_padded(cell, widths[column], column < left) for column, cell in enumerate(row)]
             spaced = [part for cell in padded for part in (Span("  "), cell)][1:]
             _write(self._out, self._rich_out, [*spaced[:-1], Span(spaced[-1].text.rstrip(), spaced[-1].style)])
+
+    def progress(self, work: Iterable[T], total: int, description: str) -> Iterable[T]:
+        """Yield what work yields, of which there are `total`, with a progress bar where a person is watching."""
+        if self._rich_err is None:
+            return work
+        return self._progress(work, total, description)
+
+    def _progress(self, work: Iterable[T], total: int, description: str) -> Iterator[T]:
+        yield from rich_track(work, description, total=total, console=self._rich_err, transient=True)
 
     def track(self, work: Sequence[Any], description: str, at_least: int = 2) -> Iterable[Any]:
         """Yield the items of `work`, with a progress bar where a person is watching and they are many enough."""

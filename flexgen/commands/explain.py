@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 
-from flexgen.commands.arguments import add_file, add_problem
+from flexgen.commands.arguments import add_backward, add_file, add_problem
 from flexgen.commands.console import Console, Span, wrapped
+from flexgen.commands.predict import predict
 from flexgen.commands.subject import choose_target, load_subject
+from flexgen.explain_work import explain_work
 
 EXAMPLES = """\
   flexgen explain causal.py                      what was proven, and what was decided
   flexgen explain causal.py --target sm_80 --dtype fp32
-  flexgen explain mods.py:softcap --set USE_SUBTILING=1"""
+  flexgen explain mods.py:softcap --set USE_SUBTILING=1
+  flexgen explain causal.py --shape 2,16,16,8192,8192,128,128 --backward
+                                                 and the work at these sizes, and what bounds it"""
 
 _DECISION = re.compile(r"(?P<name>\s+\w+\s+= )(?P<value>.*?)(?P<word>\s+because: )(?P<reason>.*)")
 _FACT = re.compile(r"(?P<label>  [a-z][a-z ]+?  +)(?P<rest>.*)")
@@ -21,12 +25,16 @@ _FACT = re.compile(r"(?P<label>  [a-z][a-z ]+?  +)(?P<rest>.*)")
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     add_problem(parser, dtype="bf16")
+    add_backward(parser)
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     subject = load_subject(arguments)
-    lowered = subject.lower(choose_target(arguments.target, console))
+    lowered = subject.lower(choose_target(arguments.target, console), backward=arguments.backward)
     write_report(lowered.explain(), console)
+    for work in predict(subject, lowered):
+        console.line()
+        write_report(explain_work(work, subject.shape), console)
     return 0
 
 

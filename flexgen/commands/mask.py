@@ -14,7 +14,7 @@ from flexgen.commands.mask_subject import MaskSubject, Place, mask_subject
 from flexgen.commands.picture import CHECKED, LEGEND, NEEDLESS, draw, shrink
 from flexgen.commands.subject import Subject, choose_target, fitting_shape, load_subject
 from flexgen.commands.tile_map import Live, TileMap, Visit, map_tiles
-from flexgen.commands.tile_map_table import TableSummary, summarise_table
+from flexgen.commands.tile_map_table import TableSummary, derived_form, summarise_table
 from flexgen.errors import OptionError
 from flexgen.ir.graph import Axis
 from flexgen.lowered import Lowered
@@ -23,7 +23,9 @@ from flexgen.lowering.bounds import Bound, SegmentBounds
 from flexgen.lowering.expression_text import expression_text
 from flexgen.lowering.facts import MaskFacts
 from flexgen.lowering.schedule import Walk
+from flexgen.lowering.table_plan import drops_empty, table_axes
 from flexgen.lowering.triton.choose_table import TABLE_TIERS
+from flexgen.problem import TableForm
 
 EXAMPLES = """\
   flexgen mask causal.py                         facts, ranges, tile counts and a picture
@@ -34,7 +36,7 @@ EXAMPLES = """\
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
-    add_problem(parser, dtype="bf16")
+    add_problem(parser, dtype="bf16", dropout=False, packed=False)
     parser.add_argument("--batch", type=int, default=0, metavar="B", help="which batch to picture (default: 0)")
     parser.add_argument("--head", type=int, default=0, metavar="H", help="which query head to picture (default: 0)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the tiles into a PNG file (needs matplotlib)")
@@ -116,17 +118,20 @@ def _write_table(mask: MaskSubject, lowered: Lowered, console: Console) -> None:
     if plan.schedule.walk is not Walk.DERIVED or rule is None:
         return
     console.line()
+    form = derived_form(plan)
     title = f"block table of {plan.SPARSE_Q_BLOCK_SIZE} queries x {plan.SPARSE_KV_BLOCK_SIZE} keys"
     console.line(Span(f"{title}, derived on the device", "bold"))
-    for label, text in _table_rows(summarise_table(rule, plan, mask), rule):
+    for label, text in _table_rows(summarise_table(rule, plan, mask), rule, form):
         _write_wrapped(f"  {label:<19}{text}", console)
 
 
-def _table_rows(table: TableSummary, rule: BlockRule) -> list[tuple[str, str]]:
+def _table_rows(table: TableSummary, rule: BlockRule, form: TableForm) -> list[tuple[str, str]]:
     partial = table.listed - table.full
-    axes = [name for axis, name in ((Axis.B, "batch"), (Axis.H, "query head")) if axis in rule.axes]
+    axes = [name for axis, name in ((Axis.B, "batch"), (Axis.H, "query head")) if axis in table_axes(rule, form)]
     kept = f"one for each {' and '.join(axes)}" if axes else "one for every batch and query head"
     unknown = [("not classified", f"{expression_text(part.node)}: {part.why}") for part in rule.unsolved]
+    if drops_empty(rule, form):
+        unknown.append(("", "the mask is evaluated in listed blocks that are not full, and empty ones are left out"))
     return [
         ("listed", f"{table.listed:,} of {counted(table.blocks, 'block')}: {table.full:,} full, {partial:,} partial"),
         ("memory", f"{_bytes_text(table.nbytes)}, {kept}, as attention.block_table(query, key) makes it"),

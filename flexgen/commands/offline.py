@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from flexgen.errors import FlexgenError, OptionError
 from flexgen.lowered import Lowered
+from flexgen.lowering.occupancy import Occupancy, occupancy
+from flexgen.lowering.plans import RowPlan, WalkPlan
 
 if TYPE_CHECKING:
     from flexgen.runtime.build import Binary
@@ -16,11 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A compiled kernel and what it costs."""
+    """A compiled kernel and what it costs; `entry` is its name in `lowered.source`."""
 
     lowered: Lowered
+    entry: str
     binary: Binary
     resources: Resources
+
+    @property
+    def plan(self) -> WalkPlan | RowPlan:
+        return self.lowered.plan_of(self.entry)
+
+    @property
+    def occupancy(self) -> Occupancy | None:
+        costs = self.resources
+        return occupancy(self.plan.target, costs.registers, costs.num_warps, costs.shared_bytes)
 
     @property
     def assembly(self) -> tuple[str, str]:
@@ -33,8 +45,8 @@ def triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def build_offline(lowered: Lowered) -> Built:
-    """Compile for the plan's target.
+def build_offline(lowered: Lowered, entry: str = "forward") -> Built:
+    """Compile a kernel for its plan's target.
 
     Raises:
         FlexgenError: triton is not installed, the target has no machine code, or the kernel does not compile.
@@ -54,5 +66,5 @@ def build_offline(lowered: Lowered) -> Built:
         )
     from flexgen.runtime.resources import measure  # triton is absent on some systems
 
-    binary = lowered.binary()
-    return Built(lowered, binary, measure(binary))
+    binary = lowered.binary(entry)
+    return Built(lowered, entry, binary, measure(binary))

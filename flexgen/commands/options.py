@@ -6,7 +6,7 @@ import argparse
 import textwrap
 
 from flexgen.commands.console import WIDTH, Console, Span
-from flexgen.option_docs import LAYOUT, OPTION_DOCS, PREFIX_NOTE, OptionDoc, markdown
+from flexgen.option_docs import OPTION_DOCS, PREFIX_NOTE, WHOLE_DOCS, OptionDoc, markdown
 
 EXAMPLES = """\
   flexgen options                                the table
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         console.text(markdown())
         return 0
     console.line(Span(f"{'option':<25}{'values':<{_INDENT - 25}}what it does", "bold"))
-    for name, doc in {**OPTION_DOCS, "layout": LAYOUT}.items():
+    for name, doc in {**OPTION_DOCS, **WHOLE_DOCS}.items():
         _write(name, doc, console)
     console.line()
     for line in textwrap.wrap(PREFIX_NOTE.replace("`", ""), WIDTH):

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flexgen.commands.dropout_pattern import kept_pairs
+from flexgen.runtime.dropout import Dropout
 from flexgen.runtime.mask_evaluation import IndexBox, Mod, evaluate_mask, modify_scores
 
 Precision = Literal["exact", "eager"]
@@ -27,7 +29,11 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class DenseProblem:
-    """Attention to evaluate: tensors [B, Hq, Lq, Dqk], [B, Hkv, Lk, Dqk], [B, Hkv, Lk, Dv] and the mods."""
+    """Attention to evaluate: tensors [B, Hq, Lq, Dqk], [B, Hkv, Lk, Dqk], [B, Hkv, Lk, Dv], the mods and dropout.
+
+    Attributes:
+        packed: lengths of sequences that are packed along the length in a batch of 1; None where none are.
+    """
 
     query: Tensor
     key: Tensor
@@ -35,6 +41,19 @@ class DenseProblem:
     score_mod: Mod | None
     mask_mod: Mod | None
     scale: float
+    dropout: Dropout | None = None
+    packed: tuple[int, ...] | None = None
+
+    @property
+    def sequences(self) -> int:
+        return self.query.shape[0] if self.packed is None else len(self.packed)
+
+    def sequence(self, tensor: Tensor, number: int) -> Tensor:
+        """Return the part [H, L, ...] of a tensor [B, H, L, ...] that is one sequence."""
+        if self.packed is None:
+            return tensor[number]
+        begin = sum(self.packed[:number])
+        return tensor[0, :, begin : begin + self.packed[number]]
 
     @property
     def group(self) -> int:
@@ -70,10 +89,10 @@ def evaluate_dense(
 
 def _pieces(problem: DenseProblem) -> Iterator[IndexBox]:
     """Cover the scores with boxes of one head and as many rows as bounded memory allows."""
-    batch, heads, q_len, _ = problem.query.shape
-    kv_len = problem.key.shape[2]
-    rows = max(1, PIECE_ENTRIES // max(kv_len, 1))
-    for b in range(batch):
+    for b in range(problem.sequences):
+        heads, q_len, _ = problem.sequence(problem.query, b).shape
+        kv_len = problem.sequence(problem.key, b).shape[1]
+        rows = max(1, PIECE_ENTRIES // max(kv_len, 1))
         for h in range(heads):
             for start in range(0, q_len, rows):
                 yield IndexBox(range(b, b + 1), range(h, h + 1), range(start, min(start + rows, q_len)), range(kv_len))
@@ -82,13 +101,16 @@ def _pieces(problem: DenseProblem) -> Iterator[IndexBox]:
 def _evaluate_piece(problem: DenseProblem, box: IndexBox, working: torch.dtype, outputs: Outputs) -> None:
     b, h, rows = box.b.start, box.h.start, slice(box.q_idx.start, box.q_idx.stop)
     kv_head = h // problem.group
-    scores = problem.query[b, h, rows].to(working) @ problem.key[b, kv_head].to(working).T * problem.scale
+    query, key, value = (problem.sequence(tensor, b) for tensor in (problem.query, problem.key, problem.value))
+    scores = query[h, rows].to(working) @ key[kv_head].to(working).T * problem.scale
     scores = _modified(problem, scores[None, None], box)[0, 0]
     weights, logsumexp, row_max = _softmax(scores)
+    if problem.dropout is not None:
+        weights = torch.where(kept_pairs(problem.dropout, box), weights, 0.0) * problem.dropout.numbers()["keep_scale"]
     held = outputs.output.dtype
-    outputs.output[b, h, rows] = weights.to(held) @ problem.value[b, kv_head].to(held)
-    outputs.logsumexp[b, h, rows] = logsumexp
-    outputs.max_scores[b, h, rows] = row_max
+    problem.sequence(outputs.output, b)[h, rows] = weights.to(held) @ value[kv_head].to(held)
+    problem.sequence(outputs.logsumexp, b)[h, rows] = logsumexp
+    problem.sequence(outputs.max_scores, b)[h, rows] = row_max
 
 
 def _modified(problem: DenseProblem, scores: Tensor, box: IndexBox) -> Tensor:

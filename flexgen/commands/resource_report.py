@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 from flexgen.commands.offline import Built
+from flexgen.lowering.plans import RowPlan, WalkPlan
+from flexgen.runtime.machine_code import EXPONENTIAL, LOAD, LOCAL, MATRIX, STORE, Opcodes
 
 
 def resource_lines(built: Built) -> list[tuple[str, str]]:
     """Return label and value of each cost."""
-    costs, plan = built.resources, built.lowered.plan
+    costs, plan = built.resources, built.plan
     rows = [
         ("registers", f"{costs.registers} a thread"),
         ("spills", spill_text(built)),
         (
             "shared memory",
-            f"{costs.shared_bytes} bytes, planned at most {plan.shared_bytes} of {plan.target.shared_bytes}",
+            f"{costs.shared_bytes} bytes, planned at most {planned_bytes(built)} of {plan.target.shared_bytes}",
         ),
-        ("instructions", _instruction_text(built)),
+        ("occupancy", occupancy_text(built)),
+        ("instructions", _instruction_text(costs.code)),
+        ("main loop", _instruction_text(costs.main_loop) if costs.main_loop else "none with matrix instructions"),
     ]
     return rows + [("the assembler says", warning) for warning in costs.warnings]
+
+
+def tile_sizes(plan: WalkPlan) -> str:
+    """Return a tile's queries and keys, as `128x64`."""
+    return f"{plan.BLOCK_M}x{plan.BLOCK_N}"
+
+
+def planned_bytes(built: Built) -> str:
+    """Return the shared memory that the plan computed as the most; of a kernel that is not planned so, a dash."""
+    plan = built.plan
+    return "-" if isinstance(plan, RowPlan) else str(plan.shared_bytes)
+
+
+def occupancy_text(built: Built) -> str:
+    """Return how many programs a multiprocessor holds at a time, and why no more."""
+    fits = built.occupancy
+    if fits is None:
+        return "unknown"
+    programs = f"{fits.programs} program{'' if fits.programs == 1 else 's'} a multiprocessor"
+    return f"{programs}, {fits.warps} of {fits.most_warps} warps, limited by {fits.limit}"
 
 
 def spill_text(built: Built) -> str:
@@ -27,20 +51,16 @@ def spill_text(built: Built) -> str:
     return f"{costs.spill_stores} bytes stored, {costs.spill_loads} bytes loaded a thread"
 
 
-def _instruction_text(built: Built) -> str:
-    costs = built.resources
+def _instruction_text(code: Opcodes) -> str:
     parts = [
-        f"{sum(costs.instructions.values())} in all",
-        f"{costs.matrix_instructions} matrix",
-        f"{exponentials(built)} exponentials",
-        f"{costs.local_memory_instructions} of local memory",
+        f"{code.total} in all",
+        f"{code.count(*MATRIX)} matrix",
+        f"{code.count(*EXPONENTIAL)} exponentials",
+        f"{code.count(*LOAD)} loads",
+        f"{code.count(*STORE)} stores",
+        f"{code.count(*LOCAL)} of local memory",
     ]
     return ", ".join(parts)
-
-
-def exponentials(built: Built) -> int:
-    """Return how many instructions compute 2**x."""
-    return built.resources.count("MUFU.EX2", "v_exp_f32", "v_exp_f32_e32", "v_exp_f32_e64")
 
 
 def instruction_lines(built: Built) -> list[str]:

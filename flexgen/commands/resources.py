@@ -1,35 +1,30 @@
-"""`flexgen resources`: what the compiled kernel costs on one or several targets."""
+"""`flexgen resources`: what compiled kernels cost, on several targets and with several options side by side."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from flexgen.commands.arguments import add_file, add_problem
-from flexgen.commands.console import Console, Span
+from flexgen.commands.arguments import add_backward, add_file, add_problem
+from flexgen.commands.console import Console
 from flexgen.commands.offline import Built, build_offline
-from flexgen.commands.resource_report import exponentials
-from flexgen.commands.subject import choose_target, load_subject
+from flexgen.commands.resource_table import Row, write_tables
+from flexgen.commands.spills import spills, steps, write_spills, write_steps
+from flexgen.commands.subject import Subject, choose_target, load_subject
+from flexgen.commands.sweep import parse_sweep, settings_of, settings_text
 from flexgen.errors import FlexgenError
 from flexgen.lowering.targets import TARGETS, target_named
+from flexgen.tuning.settings import Settings
 
 EXAMPLES = """\
   flexgen resources causal.py --target sm_80 --target sm_90
-  flexgen resources causal.py --target all --shape 1,8,8,4096,4096,128,128"""
-
-_HEADER = (
-    "target",
-    "tile",
-    "warps",
-    "stages",
-    "regs",
-    "spilled",
-    "shared",
-    "planned",
-    "matrix",
-    "exp2",
-    "local",
-    "all",
-)
+  flexgen resources causal.py --target all --shape 1,8,8,4096,4096,128,128
+  flexgen resources causal.py --backward         each backward kernel too
+  flexgen resources causal.py --compare num_stages=2,3 BLOCK_M=64,128
+  flexgen resources causal.py --set BLOCK_N=128 num_warps=4 --steps
+                                                 which option changes what it spills?"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,28 +37,97 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a chip to compile for, several times or separated by commas, or all "
         "(default: this machine's GPU; without one, sm_90)",
     )
+    add_backward(parser)
+    parser.add_argument(
+        "--compare",
+        type=parse_sweep,
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE,VALUE",
+        help="a row for each value of an option, and for each combination of several; `default` leaves it to flexgen",
+    )
+    parser.add_argument(
+        "--steps",
+        action="store_true",
+        help="compile each kernel again with each option changed by one step, and compare what spills",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A lowering to compile: a target and the options set for it."""
+
+    target: str
+    settings: Settings
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     subject = load_subject(arguments)
     targets = _targets(arguments.target, console)
-    rows: list[list[Span | str]] = []
-    warnings: list[str] = []
-    for target in console.track(targets, "compiling"):
+    wanted = [Wanted(*each) for each in itertools.product(targets, settings_of(arguments.compare))]
+    rows: list[Row] = []
+    refused: list[str] = []
+    for each in console.track(wanted, "compiling"):
+        setting = settings_text(each.settings) if arguments.compare else ""
         try:
-            built = build_offline(subject.lower(target))
+            rows += [Row(built, setting) for built in _build(subject, each, arguments.backward)]
         except FlexgenError as error:
-            if len(targets) == 1:
+            if len(wanted) == 1:
                 raise
-            warnings.append(f"{target}: {error.what}")
-            continue
-        rows.append(_row(built))
-        warnings += [f"{target}: {warning}" for warning in built.resources.warnings]
-    console.table(_HEADER, rows, left=2)
-    console.line(Span("regs a thread; spilled bytes a thread; shared memory in bytes; instructions by kind", "dim"))
-    for warning in warnings:
-        console.note(warning, "yellow")
+            refused.append(f"{each.target}{' ' if setting else ''}{setting}: {error.what}")
+    if rows:
+        write_tables(rows, console)
+    for row in rows:
+        if spills(row.built):
+            console.line()
+            write_spills(row.built, row.setting, console)
+    _write_notes(rows, refused, arguments.steps, console)
+    if arguments.steps:
+        _write_steps(subject, wanted, rows, console)
     return 0
+
+
+def _build(subject: Subject, wanted: Wanted, backward: bool) -> Iterator[Built]:
+    lowered = subject.having(wanted.settings).lower(wanted.target, backward=backward)
+    for entry in lowered.entries:
+        yield build_offline(lowered, entry)
+
+
+def _write_notes(rows: list[Row], refused: list[str], has_steps: bool, console: Console) -> None:
+    """Write what the assembler warned of, what could not be compiled, and how to go on."""
+    for row in rows:
+        for warning in row.built.resources.warnings:
+            console.note(f"{row.built.plan.target.name} {row.built.entry}: {warning}", "yellow")
+    for line in refused:
+        console.note(line, "yellow")
+    if not has_steps and any(spills(row.built) for row in rows):
+        console.note("--steps compiles again with each option changed by one step, to see which helps")
+
+
+def _write_steps(subject: Subject, wanted: list[Wanted], rows: list[Row], console: Console) -> None:
+    """Compile every kernel with one option changed at a time."""
+    settings = {(each.target, settings_text(each.settings)): each.settings for each in wanted}
+    for row in rows:
+        plan = row.built.plan
+        own = settings[plan.target.name, row.setting or settings_text({})]
+        changed = [(step, {**own, **step}) for step in steps(plan)]
+        if not changed:
+            continue
+        compiled = [
+            (step, _build_or_refusal(subject, Wanted(plan.target.name, both), row.built.entry))
+            for step, both in console.track(changed, f"compiling {row.built.entry}")
+        ]
+        console.line()
+        write_steps(row.built, compiled, console)
+
+
+def _build_or_refusal(subject: Subject, wanted: Wanted, entry: str) -> Built | str:
+    try:
+        lowered = subject.having(wanted.settings).lower(wanted.target, backward=entry != "forward")
+        return build_offline(lowered, entry)
+    except FlexgenError as error:
+        return error.what
 
 
 def _targets(asked: list[str] | None, console: Console) -> list[str]:
@@ -73,25 +137,3 @@ def _targets(asked: list[str] | None, console: Console) -> list[str]:
     chips = [row.name for row in TARGETS.values() if row.backend != "interpret"]
     expanded = [chip for name in names for chip in (chips if name == "all" else [target_named(name).name])]
     return list(dict.fromkeys(expanded))
-
-
-def _row(built: Built) -> list[Span | str]:
-    costs, plan = built.resources, built.lowered.plan
-    spilled = costs.spill_stores + costs.spill_loads
-    numbers = (
-        costs.shared_bytes,
-        plan.shared_bytes,
-        costs.matrix_instructions,
-        exponentials(built),
-        costs.local_memory_instructions,
-        sum(costs.instructions.values()),
-    )
-    return [
-        plan.target.name,
-        f"{plan.BLOCK_M}x{plan.BLOCK_N}",
-        str(plan.num_warps),
-        str(plan.num_stages),
-        str(costs.registers),
-        Span(str(spilled), "red" if spilled else ""),
-        *map(str, numbers),
-    ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +26,29 @@ from flexgen.runtime.device_target import target_of
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """An attention and a problem to compile it for."""
+    """An attention and a problem to compile it for.
+
+    Attributes:
+        packed: lengths of sequences that are packed along the shape's; None where each is an entry of the batch.
+    """
 
     name: str
     attention: Attention
     shape: Shape
     dtype: torch.dtype
+    dropout_p: float = 0.0
+    packed: tuple[int, ...] | None = None
+
+    @property
+    def sizes(self) -> str:
+        """The shape, and the lengths of packed sequences, for people."""
+        return str(self.shape) if self.packed is None else f"{self.shape} packed {','.join(map(str, self.packed))}"
+
+    def offsets(self, device: torch.device | str) -> torch.Tensor | None:
+        """Return where packed sequences begin, as `cu_seqlens_q` of a call."""
+        if self.packed is None:
+            return None
+        return torch.tensor([0, *itertools.accumulate(self.packed)], dtype=torch.int32).to(device)
 
     def tensors(self, device: torch.device | str, seed: int | None = None) -> tuple[torch.Tensor, ...]:
         """Return query, key and value in the attention's layout: normal numbers, or without a seed unspecified ones."""
@@ -44,10 +62,19 @@ class Subject:
         made = (torch.randn(size, generator=random, dtype=torch.float64) for size in sizes)
         return tuple(tensor.to(device=device, dtype=self.dtype) for tensor in made)
 
+    def having(self, settings: Mapping[str, Any]) -> Subject:
+        """Return the same with options set, over those it has."""
+        own = self.attention
+        attention = Attention(own.score_mod, own.mask_mod, own.options.over(settings))
+        return dataclasses.replace(self, attention=attention)
+
     def lower(self, target: str, aux: AuxRequest | None = None, *, backward: bool = False) -> Lowered:
         """Lower without allocating query, key or value, which require grad for the backward kernels."""
         query, key, value = (tensor.requires_grad_(backward) for tensor in self.tensors("meta"))
-        return self.attention.lower(query, key, value, return_aux=aux, target=target)
+        offsets, dropout_p = self.offsets("meta"), self.dropout_p
+        return self.attention.lower(
+            query, key, value, return_aux=aux, target=target, cu_seqlens_q=offsets, dropout_p=dropout_p
+        )
 
 
 def load_subject(arguments: argparse.Namespace) -> Subject:
@@ -59,19 +86,17 @@ def load_subject(arguments: argparse.Namespace) -> Subject:
     """
     user = load_user_file(arguments.file)
     attention = Attention(user.score_mod, user.mask_mod, _options(user, dict(arguments.set)))
-    shape = arguments.shape or _shape_of(user) or DEFAULT_SHAPE
-    return Subject(str(arguments.file), attention, shape, getattr(torch, arguments.dtype))
+    shape: Shape = arguments.shape or _shape_of(user) or DEFAULT_SHAPE
+    dropout_p = getattr(arguments, "dropout", 0.0)  # of the commands that have it
+    packed: tuple[int, ...] | None = getattr(arguments, "packed", None)
+    if packed is not None:
+        shape = shape._replace(B=1, Lq=sum(packed), Lk=sum(packed))
+    return Subject(str(arguments.file), attention, shape, getattr(torch, arguments.dtype), dropout_p, packed)
 
 
-def _options(user: UserFile, settings: dict[str, Any]) -> Options:
+def _options(user: UserFile, settings: Mapping[str, Any]) -> Options:
     """Return the file's options with those of the command line over them."""
-    given = Options.of(settings)
-    if user.attention is None:
-        return given
-    own: Options = user.attention.options
-    groups = ("kernel", "fwd", "bwd")
-    merged = {name: dataclasses.replace(getattr(own, name), **getattr(given, name).given()) for name in groups}
-    return Options(**merged, layout=given.layout if "layout" in settings else own.layout)
+    return Options.of(dict(settings)) if user.attention is None else user.attention.options.over(settings)
 
 
 def _shape_of(user: UserFile) -> Shape | None:

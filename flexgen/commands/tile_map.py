@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from flexgen.commands.mask_subject import MaskSubject
-from flexgen.commands.tile_map_ranges import RangeWalk
+from flexgen.commands.tile_map_ranges import RangeWalk, packed_heads
 from flexgen.commands.tile_map_table import listed_blocks
+from flexgen.commands.tile_pairs import count_in_tiles
 from flexgen.errors import InternalError
 from flexgen.lowering.blocks import BlockRule
+from flexgen.lowering.plans import WalkPlan
 from flexgen.lowering.schedule import Walk
-from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.mask_counts import MaskGrid, count_live_entries
 from flexgen.runtime.mask_evaluation import Mod
 
 # Pairs of a mask that are evaluated, all of them; beyond, only those of tiles whose state the compiler did not prove.
 EVERY_PAIR = 1 << 27
-_PAIRS_AT_ONCE = 1 << 21
 
 
 class Visit(enum.IntEnum):
@@ -77,20 +77,21 @@ class TileMap:
         return self.count(live=Live.EMPTY) - self.count(Visit.SKIPPED, Live.EMPTY)
 
 
-def map_tiles(mask: MaskSubject, plan: ForwardPlan, rule: BlockRule | None) -> TileMap:
+def map_tiles(mask: MaskSubject, plan: WalkPlan, rule: BlockRule | None, every_pair: int = EVERY_PAIR) -> TileMap:
     """Return the tiles of one (batch, query head).
 
     Args:
         rule: how blocks are classified; for plans that walk a derived table.
+        every_pair: masks of at most this many pairs are evaluated in whole, which checks the schedule.
 
     Raises:
         CaptureError: the mask raised at an index of this shape.
         InternalError: the schedule contradicts the mask.
     """
-    rows = max(plan.BLOCK_M // plan.index_map.packed_heads, 1)
-    visits = _visits(mask, plan, rule, rows)
-    sizes = _lengths(mask.shape.Lq, rows)[:, None] * _lengths(mask.shape.Lk, plan.BLOCK_N)[None, :]
-    proven = mask.shape.Lq * mask.shape.Lk > EVERY_PAIR
+    rows = max(plan.BLOCK_M // packed_heads(plan), 1)
+    visits = visit_tiles(mask, plan, rule, rows)
+    sizes = lengths(mask.shape.Lq, rows)[:, None] * lengths(mask.shape.Lk, plan.BLOCK_N)[None, :]
+    proven = mask.shape.Lq * mask.shape.Lk > every_pair
     pairs = _pairs_of_checked(mask, visits, sizes, rows, plan.BLOCK_N) if proven else None
     tiles = TileMap(
         rows,
@@ -108,7 +109,7 @@ def count_pairs(mask: MaskSubject, rows: int, columns: int) -> Tensor:
     """Return int64 [query groups, key groups]: the live pairs of each group of rows x columns."""
     grid = MaskGrid(1, 1, mask.shape.Lq, mask.shape.Lk, rows, columns)
     if mask.mod is None:
-        return _lengths(mask.shape.Lq, rows)[:, None] * _lengths(mask.shape.Lk, columns)[None, :]
+        return lengths(mask.shape.Lq, rows)[:, None] * lengths(mask.shape.Lk, columns)[None, :]
     return count_live_entries(_at_place(mask.mod, mask), grid, torch.device("cpu"))[0, 0]
 
 
@@ -116,12 +117,13 @@ def _at_place(mod: Mod, mask: MaskSubject) -> Mod:
     return lambda b, h, q_idx, kv_idx: mod(b + mask.place.b, h + mask.place.h, q_idx, kv_idx)
 
 
-def _lengths(length: int, tile: int) -> Tensor:
+def lengths(length: int, tile: int) -> Tensor:
     """Return how much of each tile lies inside of the axis."""
     return (length - torch.arange(0, length, tile)).clamp(max=tile)
 
 
-def _visits(mask: MaskSubject, plan: ForwardPlan, rule: BlockRule | None, rows: int) -> Tensor:
+def visit_tiles(mask: MaskSubject, plan: WalkPlan, rule: BlockRule | None, rows: int) -> Tensor:
+    """Return int8 [query tiles, key tiles], values of Visit, of tiles of `rows` queries."""
     if plan.schedule.walk is Walk.DERIVED and rule is not None:
         visited, unmasked = _of_table(mask, plan, rule, rows)
     else:
@@ -129,7 +131,7 @@ def _visits(mask: MaskSubject, plan: ForwardPlan, rule: BlockRule | None, rows: 
     return (visited.char() + unmasked.char()).contiguous()
 
 
-def _of_table(mask: MaskSubject, plan: ForwardPlan, rule: BlockRule, rows: int) -> tuple[Tensor, Tensor]:
+def _of_table(mask: MaskSubject, plan: WalkPlan, rule: BlockRule, rows: int) -> tuple[Tensor, Tensor]:
     """Cut the blocks of a table in tiles."""
     blocks = listed_blocks(rule, plan, mask)
     high, wide = plan.SPARSE_Q_BLOCK_SIZE // rows, plan.SPARSE_KV_BLOCK_SIZE // plan.BLOCK_N
@@ -143,18 +145,8 @@ def _of_table(mask: MaskSubject, plan: ForwardPlan, rule: BlockRule, rows: int) 
 
 def _pairs_of_checked(mask: MaskSubject, visits: Tensor, sizes: Tensor, rows: int, columns: int) -> Tensor:
     """Count live pairs where the mask is applied; elsewhere all or none are live, as was proven."""
-    pairs = torch.where(visits == Visit.UNMASKED, sizes, 0)
-    if mask.graph is None:
-        return pairs
-    q_tiles, kv_tiles = (visits == Visit.CHECKED).nonzero(as_tuple=True)
-    step = max(_PAIRS_AT_ONCE // (rows * columns), 1)
-    for q, k in zip(*(torch.split(tiles, step) for tiles in (q_tiles, kv_tiles)), strict=True):
-        q_idx = (q[:, None] * rows + torch.arange(rows))[:, :, None]
-        kv_idx = (k[:, None] * columns + torch.arange(columns))[:, None, :]
-        inside = (q_idx < mask.shape.Lq) & (kv_idx < mask.shape.Lk)
-        live = mask.value(mask.graph.root, {"q_idx": q_idx, "kv_idx": kv_idx})
-        pairs[q, k] = (live & inside).sum((1, 2))
-    return pairs
+    counted = count_in_tiles(mask, visits == Visit.CHECKED, rows, columns)
+    return torch.where(visits == Visit.UNMASKED, sizes, counted)
 
 
 def _verify(tiles: TileMap) -> None:

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from flexgen.commands.mask_subject import MaskSubject, Place
+from flexgen.commands.tile_pairs import count_in_tiles
 from flexgen.ir.graph import Axis, Node
 from flexgen.lowering.blocks import BlockRule
+from flexgen.lowering.plans import WalkPlan
+from flexgen.lowering.table_plan import drops_empty, table_axes
 from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.problem import TableForm
 from flexgen.runtime.table_cache import MAX_BLOCKS
 
 # Blocks classified at a time; the rule's int64 intermediates take eight bytes for each of them.
@@ -48,7 +52,7 @@ class TableSummary:
     most_bytes: int
 
 
-def listed_blocks(rule: BlockRule, plan: ForwardPlan, mask: MaskSubject) -> ListedBlocks:
+def listed_blocks(rule: BlockRule, plan: WalkPlan, mask: MaskSubject) -> ListedBlocks:
     """Classify every block at the mask's place."""
     rows, columns = (_inputs(rule, plan, mask, axis) for axis in (Axis.Q, Axis.KV))
     counts = (len(rows["q_lo"]), len(columns["kv_lo"]))
@@ -60,13 +64,17 @@ def listed_blocks(rule: BlockRule, plan: ForwardPlan, mask: MaskSubject) -> List
         inputs = {name: values[strip, None] for name, values in rows.items()} | across
         listed[strip] = mask.value(rule.may_live, inputs)
         full[strip] = listed[strip] & mask.value(rule.all_live, inputs)
+    if drops_empty(rule, derived_form(plan)):
+        counted = count_in_tiles(mask, listed & ~full, plan.SPARSE_Q_BLOCK_SIZE, plan.SPARSE_KV_BLOCK_SIZE)
+        listed = full | (counted > 0)
     return ListedBlocks(listed, full)
 
 
 def summarise_table(rule: BlockRule, plan: ForwardPlan, mask: MaskSubject) -> TableSummary:
     """Count what the table of a whole call lists and takes."""
-    batch = mask.shape.B if Axis.B in rule.axes else min(mask.shape.B, 1)
-    heads = mask.shape.Hq if Axis.H in rule.axes else min(mask.shape.Hq, 1)
+    axes = table_axes(rule, derived_form(plan))
+    batch = mask.shape.B if Axis.B in axes else min(mask.shape.B, 1)
+    heads = mask.shape.Hq if Axis.H in axes else min(mask.shape.Hq, 1)
     places = [mask.at(Place(b, h)) for b, h in itertools.product(range(batch), range(heads))]
     blocks = listed = full = 0
     for place in places:
@@ -85,6 +93,11 @@ def summarise_table(rule: BlockRule, plan: ForwardPlan, mask: MaskSubject) -> Ta
     )
 
 
+def derived_form(plan: WalkPlan) -> TableForm:
+    """Return the form of the derived table that a plan walks."""
+    return TableForm(plan.SPARSE_Q_BLOCK_SIZE, plan.SPARSE_KV_BLOCK_SIZE, True, derived=True)
+
+
 def _nbytes(plan: ForwardPlan, mask: MaskSubject, tables: int, capacity: int) -> int:
     """Return the memory of the lists: two counts and an offset for each row, and the indices behind all columns."""
     rows = -(-mask.shape.Lq // plan.SPARSE_Q_BLOCK_SIZE)
@@ -92,7 +105,7 @@ def _nbytes(plan: ForwardPlan, mask: MaskSubject, tables: int, capacity: int) ->
     return (3 * rows * tables + columns + capacity) * _ENTRY_BYTES + _COUNT_BYTES
 
 
-def _inputs(rule: BlockRule, plan: ForwardPlan, mask: MaskSubject, axis: Axis) -> dict[str, Tensor]:
+def _inputs(rule: BlockRule, plan: WalkPlan, mask: MaskSubject, axis: Axis) -> dict[str, Tensor]:
     """Return what the rule reads of one axis, a value for each of its blocks."""
     side, length, size = (
         ("q", mask.shape.Lq, plan.SPARSE_Q_BLOCK_SIZE)

@@ -30,6 +30,7 @@ class BlockRule:
     Attributes:
         leaves: the one-axis expressions whose extremes per block the rule reads.
         axes: which of B and H the rule depends on.
+        mask_axes: which of B and H the mask depends on, perhaps in a part that the rule leaves out.
         unsolved: parts of the mask whose blocks were not classified, and why.
     """
 
@@ -37,6 +38,7 @@ class BlockRule:
     all_live: Node
     leaves: tuple[Leaf, ...]
     axes: frozenset[Axis]
+    mask_axes: frozenset[Axis]
     unsolved: tuple[Unsolved, ...]
 
     @property
@@ -70,4 +72,6 @@ def block_rule(mask: Graph, origins: Origins | None = None) -> BlockRule:
     used = set(topological(may_live, all_live))
     leaves = tuple(leaf for leaf in evaluator.leaves if leaf.least in used or leaf.greatest in used)
     depends = may_live.axes.union(all_live.axes, *(leaf.node.axes for leaf in leaves))
-    return BlockRule(may_live, all_live, leaves, depends & {Axis.B, Axis.H}, tuple(evaluator.unsolved))
+    heads = frozenset({Axis.B, Axis.H})
+    unsolved = tuple(evaluator.unsolved)
+    return BlockRule(may_live, all_live, leaves, depends & heads, mask.root.axes & heads, unsolved)

@@ -8,6 +8,7 @@ import torch
 
 from flexgen.codegen.source import Arg, Role
 from flexgen.runtime.describe import Launch
+from flexgen.runtime.dropout import SEED
 from flexgen.runtime.gluon_descriptor import Descriptor, descriptor_form
 
 Value = torch.Tensor | Descriptor | int | float | None
@@ -16,6 +17,8 @@ Value = torch.Tensor | Descriptor | int | float | None
 def bind(args: Sequence[Arg], launch: Launch, outputs: Mapping[str, torch.Tensor]) -> list[Value]:
     """Return the value of each argument, in order."""
     tensors = {**launch.tensors, **outputs}
+    if launch.dropout is not None:
+        tensors[SEED] = launch.dropout.seed
     return [_value(arg, launch, tensors) for arg in args]
 
 
@@ -41,6 +44,8 @@ def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> Val
             return launch.splits
         case Role.SCRATCH:
             return tensors.get(arg.of)
+        case Role.CU_SEQLENS:
+            return launch.cu_seqlens[arg.of]
         case Role.BUFFER:
             return launch.buffers[arg.of]
         case Role.BUFFER_STRIDE:
@@ -55,6 +60,9 @@ def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> Val
             return launch.scalars[arg.of]
         case Role.SCALE:
             return launch.scale
+        case Role.DROPOUT:
+            assert launch.dropout is not None, "a kernel drops weights, and the launch does not"
+            return launch.dropout.numbers()[arg.of]
         case Role.LENGTH:
             return _length(arg.of, launch)
 
@@ -73,5 +81,8 @@ def _length(name: str, launch: Launch) -> int:
         "BATCH": launch.batch,
         "Q_OFFSET": launch.q_offset,
         "KV_OFFSET": launch.kv_offset,
+        "Q_TOTAL": launch.q_len,
+        "KV_TOTAL": launch.kv_len,
+        "SEQUENCES": launch.sequences,
     }
     return lengths[name]

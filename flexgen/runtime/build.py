@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import linecache
+import logging
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,10 +21,14 @@ from triton.compiler.compiler import ASTSource, make_backend
 from triton.compiler.errors import CompilationError
 from triton.runtime.jit import JITFunction
 
+from flexgen.codegen.source import LineOrigin
 from flexgen.errors import InternalError, KernelCompileError, OptionError, SourceSpan
 from flexgen.runtime.arguments import TypedArg
 from flexgen.runtime.environment import read_environment
 from flexgen.runtime.gluon_source import gluon_source
+from flexgen.runtime.line_origin import with_origin
+
+_log = logging.getLogger("flexgen.build")
 
 
 class TargetFacts(Protocol):
@@ -98,6 +104,7 @@ def compile_entry(
     num_stages: int,
     extra_options: Mapping[str, object] | None = None,
     divisible: frozenset[int] = frozenset(),
+    line_map: Sequence[LineOrigin] = (),
 ) -> Binary:
     """Compile `module.entry` to machine code; touches no GPU and no driver.
 
@@ -105,10 +112,11 @@ def compile_entry(
         arg_types: one per parameter of the kernel.
         extra_options: options of Triton's backend, such as maxnreg or waves_per_eu.
         divisible: positions of the arguments that are known to be multiples of 16 (addresses in bytes).
+        line_map: where each line of the module comes from, for errors.
 
     Raises:
         OptionError: an option that the target's backend does not have.
-        KernelCompileError: Triton or the assembler refused the kernel; names the emitted line.
+        KernelCompileError: Triton or the assembler refused the kernel; names the emitted line and its origin.
     """
     function = _jit_function(module, entry)
     names = list(function.arg_names)
@@ -122,10 +130,12 @@ def compile_entry(
         source = ASTSource(fn=function, signature=signature, constexprs={}, attrs=attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages, **(extra_options or {})}
     gpu_target = GPUTarget(target.backend, target.arch, target.warp_size)
-    with _compiling, _located_errors(module, entry, target), _without_dumps():
+    with _compiling, _located_errors(module, entry, target, line_map), _without_dumps():
         _check_options(gpu_target, options, target.name)
         COMPILATIONS.increment()
+        start = time.perf_counter()
         kernel = _compile(source, gpu_target, options)
+        _log.info("compiled %s for %s in %.2f s, %s", entry, target.name, time.perf_counter() - start, options)
     return _binary(kernel, target)
 
 
@@ -160,9 +170,16 @@ def _compile(source: ASTSource, gpu_target: GPUTarget, options: dict[str, object
         return triton.compile(source, target=gpu_target, options=options)
     except OSError:  # read-only, full, or not a directory
         # The results are read back into memory before the directory goes.
-        with tempfile.TemporaryDirectory(prefix="flexgen-triton-") as directory, knobs.cache.scope():
-            knobs.cache.dir = directory
+        with without_cache():
             return triton.compile(source, target=gpu_target, options=options)
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """Compile everything anew, as where nothing was compiled before: through an empty cache of Triton's."""
+    with tempfile.TemporaryDirectory(prefix="flexgen-triton-") as directory, knobs.cache.scope():
+        knobs.cache.dir = directory
+        yield
 
 
 def _binary(kernel: Any, target: TargetFacts) -> Binary:
@@ -189,7 +206,9 @@ def _without_dumps() -> Iterator[None]:
 
 
 @contextmanager
-def _located_errors(module: ModuleType, entry: str, target: TargetFacts) -> Iterator[None]:
+def _located_errors(
+    module: ModuleType, entry: str, target: TargetFacts, line_map: Sequence[LineOrigin]
+) -> Iterator[None]:
     try:
         yield
     except OptionError:
@@ -197,7 +216,9 @@ def _located_errors(module: ModuleType, entry: str, target: TargetFacts) -> Iter
     except Exception as error:
         where, reason = _locate(error, module)
         raise KernelCompileError(
-            f"{entry} does not compile for {target.name}: {reason}", where=where, why=_assembler_log(error)
+            f"{entry} does not compile for {target.name}: {reason}",
+            where=where,
+            why=with_origin(_assembler_log(error), where, line_map),
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import stat
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+_log = logging.getLogger("flexgen.cache")
 MAX_BYTES = 64 << 20  # about three thousand sources
 _REFRESH_SECONDS = 3600  # how stale a file's time of last use may become before a hit rewrites it
 _KEY = re.compile(r"[0-9A-Za-z_-]{8,128}")
@@ -69,7 +71,9 @@ class SourceCache:
             raise ValueError(f"not a cache key: {key!r}")
         found = self._in_memory.get(key)
         if found is None:
-            found = self._read(key) or self._write(key, build())
+            found = self._read(key)
+            _log.debug("emitted source %s %s %s", key, "written to" if found is None else "read from", self._directory)
+            found = found or self._write(key, build())
             with self._lock:
                 found = self._in_memory.setdefault(key, found)
         return found

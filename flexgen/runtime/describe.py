@@ -17,6 +17,7 @@ from flexgen.lowering.host_value import all_hold
 from flexgen.lowering.proofs import Proof
 from flexgen.options import Layout
 from flexgen.problem import DIVISOR, INDEX_LIMIT, SIZE_LIMIT, Guard, Problem, TableForm, bucket
+from flexgen.runtime.dropout import Dropout
 
 STORED = (torch.float8_e4m3fn, torch.float8_e5m2)  # of keys and values beside a half-precision query
 HALF = (torch.float16, torch.bfloat16)
@@ -30,7 +31,7 @@ class Launch:
     """What only the run knows.
 
     Attributes:
-        batch, q_heads, kv_heads, q_len, kv_len: sizes.
+        batch, q_heads, kv_heads, q_len, kv_len: sizes; of packed sequences, of the tensors that hold them all.
         q_offset, kv_offset: logical index of the first query and key.
         tensors: query, key, value in [B, H, L, D] order (views of the caller's tensors).
         table: the block table's lists, by name, if the call brings one.
@@ -38,6 +39,8 @@ class Launch:
         sides: what the call brings besides query, key and value, by name: kv_lengths, page_table, k_scale, v_scale.
         scale: the softmax scale.
         splits: how many programs share the keys of a row.
+        dropout: which softmax weights are dropped; None for none.
+        cu_seqlens: where packed sequences begin, int32 or int64 [sequences + 1] each, by name; empty where none are.
     """
 
     batch: int
@@ -54,6 +57,13 @@ class Launch:
     scalars: Mapping[str, int | float] = field(default_factory=dict)
     sides: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
     splits: int = 1
+    dropout: Dropout | None = None
+    cu_seqlens: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences are packed along the length."""
+        return self.cu_seqlens["cu_seqlens_q"].shape[0] - 1 if self.cu_seqlens else self.batch
 
     @property
     def device(self) -> torch.device:
@@ -223,6 +233,8 @@ def describe_problem(
         page_size=launch.page_size,
         k_scale="k_scale" in launch.sides,
         v_scale=_side_kind(launch.sides.get("v_scale")),
+        dropout=launch.dropout is not None,
+        cu_seqlens=launch.cu_seqlens["cu_seqlens_q"].dtype if launch.cu_seqlens else None,
     )
 
 
@@ -250,7 +262,7 @@ def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
         kv_divisible=launch.kv_len % DIVISOR == 0,
         wide=frozenset(wide),
         aligned=frozenset(name for name, tensor in launch.tensors.items() if _is_aligned(tensor)),
-        rows_safe_holds=rows_safe.holds and all_hold(rows_safe.assumptions, _numbers(launch)),
+        rows_safe_holds=not launch.cu_seqlens and rows_safe.holds and all_hold(rows_safe.assumptions, _numbers(launch)),
         wide_index=length >= INDEX_LIMIT,
     )
 

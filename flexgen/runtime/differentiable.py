@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 
 from flexgen.errors import UnsupportedProblemError
+from flexgen.runtime.dropout import Dropout
+from flexgen.runtime.packing import Packing
 
 Outputs = dict[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor]
@@ -25,6 +27,8 @@ class Saved:
     logsumexp: torch.Tensor
     tail: torch.Tensor | None  # what rounding took from the logsumexp, where scores may be extreme
     buffers: tuple[torch.Tensor, ...]
+    packing: Packing | None = None
+    dropout: Dropout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,14 @@ class Step:
         forward: launches the forward kernel; the outputs include `logsumexp`.
         backward: (saved, grad of output, grad of logsumexp or None, wanted names) -> gradients by name: "query",
             "key", "value", and "buffer <i>" for a captured tensor.
+        packing: where packed sequences begin, which the backward reads again.
+        dropout: what the forward drops, and the backward drops again; its seed is saved as the call's tensors are.
     """
 
     forward: Callable[[], Outputs]
     backward: Callable[[Saved, torch.Tensor, torch.Tensor | None, frozenset[str]], Gradients]
+    packing: Packing | None = None
+    dropout: Dropout | None = None
 
 
 class _Attend(torch.autograd.Function):
@@ -46,25 +54,30 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, step: Step, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = step.forward()
         ctx.compute = step.backward  # alone: the forward holds the inputs, which saved-tensor hooks may want to free
-        ctx.save_for_backward(*inputs, outputs["output"], outputs["logsumexp"], outputs.get("logsumexp_tail"))
+        seed = None if step.dropout is None else step.dropout.seed
+        ctx.dropout_p = 0.0 if step.dropout is None else step.dropout.p
+        made = (outputs["output"], outputs["logsumexp"], outputs.get("logsumexp_tail"))
+        offsets = step.packing.tensors if step.packing else ()
+        ctx.save_for_backward(*inputs, *made, seed, *offsets)
+        ctx.input_count = len(inputs)
         ctx.set_materialize_grads(False)
         return tuple(outputs[name] for name in ("output", "logsumexp", "max_scores") if name in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        *inputs, output, logsumexp, tail = ctx.saved_tensors
+        saved_tensors = ctx.saved_tensors  # once: checkpointing recomputes what it unpacks
+        inputs, made = saved_tensors[: ctx.input_count], saved_tensors[ctx.input_count :]
+        output, logsumexp, tail, seed, *offsets = made
         if len(grads) > 2 and grads[2] is not None:
-            raise UnsupportedProblemError(
-                "the loss depends on max_scores, which flexgen does not differentiate",
-                why="a maximum over keys passes its gradient to single keys; no kernel computes that",
-                fix="use max_scores.detach(), or build the loss on the logsumexp",
-            )
+            raise max_scores_gradient()
         names = _names(len(inputs))
         needed = ctx.needs_input_grad[1:]
         wanted = frozenset(name for name, needs in zip(names, needed, strict=True) if needs)
         grad_output = grads[0] if grads[0] is not None else torch.zeros_like(output)
         query, key, value, *buffers = inputs
-        saved = Saved(query, key, value, output, logsumexp, tail, tuple(buffers))
+        packing = Packing(*offsets) if offsets else None
+        dropout = None if seed is None else Dropout(ctx.dropout_p, seed)
+        saved = Saved(query, key, value, output, logsumexp, tail, tuple(buffers), packing, dropout)
         with torch.no_grad():
             found = ctx.compute(saved, grad_output, grads[1], wanted)
         if torch.is_grad_enabled():  # create_graph=True: what the gradients depend on must not be forgotten
@@ -91,6 +104,15 @@ def double_backward() -> UnsupportedProblemError:
         "a gradient of flexgen's gradients was asked for",
         why="there are no kernels for second derivatives",
         fix="leave out create_graph=True, or compute this attention with torch operations",
+    )
+
+
+def max_scores_gradient() -> UnsupportedProblemError:
+    """Return the error for a loss that depends on max_scores."""
+    return UnsupportedProblemError(
+        "the loss depends on max_scores, which flexgen does not differentiate",
+        why="a maximum over keys passes its gradient to single keys; no kernel computes that",
+        fix="use max_scores.detach(), or build the loss on the logsumexp",
     )
 
 

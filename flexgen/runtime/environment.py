@@ -17,10 +17,12 @@ class Environment:
             None when the user has no home directory.
         triton_interprets: whether TRITON_INTERPRET makes every `triton.jit` function an interpreted one, which leaves
             nothing to compile.
+        log: FLEXGEN_LOG, which the command line takes for what to log; "" by default.
     """
 
     cache_dir: Path | None
     triton_interprets: bool
+    log: str
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -28,6 +30,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     variables = os.environ if variables is None else variables
     return Environment(
         cache_dir=_cache_dir(variables),
+        log=variables.get("FLEXGEN_LOG", ""),
         triton_interprets=variables.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"),
     )
 

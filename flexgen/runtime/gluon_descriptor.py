@@ -17,7 +17,7 @@ class Descriptor:
         base: the tensor, of which the address is used.
         shape, strides: in elements, the last stride being 1.
         padding: what elements outside of the shape read as.
-        round_f32_to_tf32: asked for by Triton 3.7; nothing here is float32.
+        round_f32_to_tf32: asked for by Triton 3.7; what is float32 here, one number a row, keeps its bits.
     """
 
     base: torch.Tensor
@@ -33,7 +33,7 @@ class DescriptorForm:
 
     Attributes:
         shape, strides: [B, H, L, D] in elements; a dimension that repeats one entry (stride 0) has size 1 here, and
-            the kernel addresses it with coordinate 0.
+            the kernel addresses it with coordinate 0. Or [B * H * L] of one number a row.
     """
 
     shape: list[int]
@@ -44,7 +44,9 @@ class DescriptorForm:
 
 
 def descriptor_form(tensor: torch.Tensor) -> DescriptorForm:
-    """Return the form of a [B, H, L, D] tensor whose last dimension has stride 1."""
+    """Return the form of a [B, H, L, D] tensor whose last dimension has stride 1, or of contiguous [B, H, L] rows."""
+    if tensor.dim() == 3:
+        return DescriptorForm([tensor.numel()], [1])
     outer = list(zip(tensor.shape[:3], tensor.stride()[:3], strict=True))
     shape = [1 if stride == 0 else size for size, stride in outer]
     strides = [ANY_STRIDE if size == 1 else stride for size, (_, stride) in zip(shape, outer, strict=True)]

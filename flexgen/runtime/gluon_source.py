@@ -9,7 +9,7 @@ from typing import Any
 from flexgen.codegen.dialects.gluon import ast_source, shared_layout
 
 _DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]>")
-_ELEMENTS = {"bf16": "bfloat16", "fp16": "float16"}
+_ELEMENTS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def gluon_source(function: Any, signature: Mapping[str, str], attrs: Mapping[tuple[int], Any]) -> Any:

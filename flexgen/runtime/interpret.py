@@ -14,12 +14,14 @@ import numpy as np
 import torch
 import triton.language
 
+from flexgen.codegen.source import LineOrigin
 from flexgen.errors import FlexgenError, InternalError, KernelCompileError, SourceSpan
 from flexgen.runtime.arguments import TypedArg, is_pointer, triton_name
 from flexgen.runtime.interpreter import rewrite
 from flexgen.runtime.interpreter.builder import Value
 from flexgen.runtime.interpreter.language import Language, interpreted_language, is_jitted
 from flexgen.runtime.interpreter.memory import NULL, bounded_pointer, tensor_region
+from flexgen.runtime.line_origin import with_origin
 
 _translated: weakref.WeakKeyDictionary[ModuleType, dict[str, Any]] = weakref.WeakKeyDictionary()
 _translated_lock = threading.Lock()
@@ -31,6 +33,7 @@ def interpret(
     grid: tuple[int, int, int],
     args: Sequence[object],
     arg_types: Sequence[TypedArg] | None = None,
+    line_map: Sequence[LineOrigin] = (),
 ) -> None:
     """Run `module.entry` for every program of `grid`, reading and writing the CPU tensors of `args` in place.
 
@@ -39,6 +42,7 @@ def interpret(
     Args:
         args: one value per parameter of the kernel: CPU tensors, ints, floats, bools, or None for a null pointer.
         arg_types: types of the numbers. Without them an int is i32 where it fits, else i64, and a float is fp32.
+        line_map: where each line of the module comes from, for errors.
 
     Raises:
         KernelMemoryError: the kernel touched memory outside of its tensors.
@@ -52,13 +56,17 @@ def interpret(
     try:
         _run_grid(language, kernel, grid, values)
     except FlexgenError as error:
-        error.where = error.where or _emitted_line(error.__traceback__, module)
+        if error.where is None:
+            error.where = _emitted_line(error.__traceback__, module)
+            error.why = with_origin(error.why, error.where, line_map)
         error.args = (error.render(),)
         raise
     except Exception as error:
         where = _emitted_line(error.__traceback__, module)
         raise KernelCompileError(
-            f"the interpreter cannot run {entry}: {type(error).__name__}: {error}", where=where
+            f"the interpreter cannot run {entry}: {type(error).__name__}: {error}",
+            where=where,
+            why=with_origin(None, where, line_map),
         ) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from flexgen.codegen.source import Arg, KernelSource
-from flexgen.lowering.schedule import Walk
+from flexgen.lowering.schedule import Schedule, Walk
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
@@ -40,7 +40,36 @@ class OwnGrid(Protocol):
     def programs(self, tiles: int, processors: int) -> int: ...
 
 
-Plan = ForwardPlan | BackwardPlan | DeltaPlan | OwnGrid
+@runtime_checkable
+class BackwardGrid(Protocol):
+    """A plan of a backward kernel, of any backend: its programs own tiles of one side."""
+
+    @property
+    def kernel(self) -> BackwardKernel: ...
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def compile_options(self) -> dict[str, int]: ...
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def BLOCK_M(self) -> int: ...
+
+    @property
+    def BLOCK_N(self) -> int: ...
+
+    @property
+    def SPARSE_Q_BLOCK_SIZE(self) -> int: ...
+
+    @property
+    def SPARSE_KV_BLOCK_SIZE(self) -> int: ...
+
+
+Plan = ForwardPlan | BackwardGrid | DeltaPlan | OwnGrid
 
 
 @cache
@@ -66,7 +95,7 @@ def executor(source: KernelSource, target: Target, compile_options: Mapping[str,
     if target.backend == "interpret":
         from flexgen.runtime.interpret import interpret
 
-        return lambda grid, values: interpret(module, source.entry, grid, values, source.args)
+        return lambda grid, values: interpret(module, source.entry, grid, values, source.args, source.line_map)
     from flexgen.runtime.launch import Launcher
 
     options: dict[str, Any] = dict(compile_options)
@@ -78,6 +107,7 @@ def executor(source: KernelSource, target: Target, compile_options: Mapping[str,
         num_warps=options.pop("num_warps"),
         num_stages=options.pop("num_stages"),
         extra_options=options,
+        line_map=source.line_map,
     )
 
 
@@ -136,15 +166,17 @@ def program_count(plan: Plan, launch: Launch) -> int:
     if isinstance(plan, OwnGrid):
         tiles = _tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads
         return plan.programs(tiles, processors(launch.device))
-    match plan:
-        case DeltaPlan():
-            return _tiles(launch.q_len, plan.BLOCK_M) * launch.batch * launch.q_heads
-        case BackwardPlan(kernel=BackwardKernel.DKDV):
+    if isinstance(plan, ForwardPlan | BackwardPlan) and plan.index_map.packs_sequences:
+        return _tiles_of_sequences(plan, launch)
+    if isinstance(plan, DeltaPlan):
+        rows = _tiles(launch.q_len, plan.rows.ROW_MULTIPLE) * plan.rows.ROW_MULTIPLE
+        return _tiles(rows, plan.BLOCK_M) * launch.batch * launch.q_heads
+    if isinstance(plan, BackwardGrid):
+        if plan.kernel is BackwardKernel.DKDV:
             tiles = _own_tiles(plan, launch.kv_len, plan.BLOCK_N, plan.SPARSE_KV_BLOCK_SIZE)
             return tiles * launch.batch * launch.kv_heads
-        case BackwardPlan():
-            tiles = _own_tiles(plan, launch.q_len, plan.BLOCK_M, plan.SPARSE_Q_BLOCK_SIZE)
-            return tiles * launch.batch * launch.q_heads
+        tiles = _own_tiles(plan, launch.q_len, plan.BLOCK_M, plan.SPARSE_Q_BLOCK_SIZE)
+        return tiles * launch.batch * launch.q_heads
     if plan.index_map.packs:
         return _tiles(launch.q_len * plan.GQA_SHARED_HEADS, plan.BLOCK_M) * launch.batch * launch.kv_heads
     tiles = _own_tiles(plan, launch.q_len, plan.BLOCK_M, plan.SPARSE_Q_BLOCK_SIZE)
@@ -157,11 +189,18 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _own_tiles(plan: ForwardPlan | BackwardPlan, length: int, block: int, sparse: int) -> int:
+def _own_tiles(plan: ForwardPlan | BackwardGrid, length: int, block: int, sparse: int) -> int:
     """Return the tiles of a head; where a table's blocks are not whole tiles, each block has its own."""
     if plan.schedule.walk is Walk.TABLE and sparse % block:
         return _tiles(length, sparse) * _tiles(min(sparse, length), block)
     return _tiles(length, block)
+
+
+def _tiles_of_sequences(plan: ForwardPlan | BackwardPlan, launch: Launch) -> int:
+    """Return the programs that packed sequences of any lengths need: see IndexMap."""
+    if isinstance(plan, BackwardPlan) and plan.kernel is BackwardKernel.DKDV:
+        return (_tiles(launch.kv_len, plan.BLOCK_N) + launch.sequences) * launch.kv_heads
+    return (_tiles(launch.q_len, plan.BLOCK_M) + launch.sequences) * launch.q_heads
 
 
 def _tiles(length: int, block: int) -> int:

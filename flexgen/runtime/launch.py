@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 from triton.runtime.errors import OutOfResources
 
+from flexgen.codegen.source import LineOrigin
 from flexgen.errors import InternalError, NoFeasiblePlanError
 from flexgen.runtime.arguments import TypedArg, is_pointer
 from flexgen.runtime.build import TargetFacts, compile_entry
@@ -43,6 +44,7 @@ class Launcher:
     Args:
         arg_types: one per parameter of the kernel, in order; at least one pointer.
         extra_options: options of Triton's backend.
+        line_map: where each line of the module comes from, for errors.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class Launcher:
         num_warps: int,
         num_stages: int,
         extra_options: Mapping[str, object] | None = None,
+        line_map: Sequence[LineOrigin] = (),
     ) -> None:
         self._module, self._entry, self._arg_types, self._target = module, entry, tuple(arg_types), target
         self._num_warps, self._num_stages, self._extra_options = num_warps, num_stages, dict(extra_options or {})
+        self._line_map = tuple(line_map)
         self._pointers = tuple(is_pointer(arg) for arg in arg_types)
         if True not in self._pointers:
             raise InternalError(f"{entry} has no pointer argument to take its device from")
@@ -152,6 +156,7 @@ class Launcher:
             num_stages=self._num_stages,
             extra_options=self._extra_options,
             divisible=divisible,
+            line_map=self._line_map,
         )
         try:
             return make_submit(binary.kernel, device)

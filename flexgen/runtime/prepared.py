@@ -41,9 +41,9 @@ class _PreparedStep:
         self._submit: Submitter | None = None
         self._values: list[Any] = list(bind(args, launch, outputs))
         buffers, scalars = list(launch.buffers), list(launch.scalars)
-        named = (Role.TENSOR, Role.SIDE, *([Role.SCRATCH] if launch.splits > 1 else []))
+        named = (Role.TENSOR, Role.SIDE, Role.CU_SEQLENS, *([Role.SCRATCH] if launch.splits > 1 else []))
         self._tensors = [(at, arg.of) for at, arg in enumerate(args) if arg.role in named]
-        self._numbers = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.SIDE_NUMBER]
+        self._numbers = [(at, arg.of) for at, arg in enumerate(args) if arg.role in (Role.SIDE_NUMBER, Role.DROPOUT)]
         self._buffers = [(at, buffers.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.BUFFER]
         self._scalars = [(at, scalars.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.SCALAR]
         tables = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TABLE]
@@ -137,7 +137,7 @@ class Prepared:
         scalars: Sequence[int | float],
         lists: Tensors,
     ) -> dict[str, torch.Tensor]:
-        """Launch with query, key, value and the call's other tensors by name; return the outputs.
+        """Launch with query, key, value and whatever else the call brings by name; return the outputs.
 
         Args:
             tensors: the run adds its own to them.

@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,16 @@ from triton import knobs
 
 from flexgen.errors import InternalError, KernelCompileError
 from flexgen.runtime.build import Binary
+from flexgen.runtime.machine_code import (
+    LOCAL,
+    MATRIX,
+    Instruction,
+    Opcodes,
+    main_loops,
+    opcodes,
+    parse_amdgcn,
+    parse_sass,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,12 @@ class Resources:
             stores and loads; on AMD, four bytes for each spilled vector register in both.
         stack_bytes: local (scratch) memory of one thread, spills included.
         shared_bytes: shared memory (LDS) of one program.
-        instructions: how often each opcode occurs in the machine code, modifiers included, such as `MUFU.EX2`.
+        code: the opcodes of the machine code.
+        loops: those of each innermost loop that holds matrix instructions, the one that needs the fewest others first:
+            it walks the tiles that need no mask, where they are walked apart. With warp specialisation each
+            partition has loops of its own.
+        spilled_lines: how many loads and stores of local memory each line of the emitted module has.
+        num_warps: of one program, those of all partitions.
         warnings: what the assembler said, such as that it serialised the matrix instructions.
     """
 
@@ -37,29 +52,35 @@ class Resources:
     spill_loads: int
     stack_bytes: int
     shared_bytes: int
-    instructions: Mapping[str, int]
+    code: Opcodes
+    loops: tuple[Opcodes, ...]
+    spilled_lines: Mapping[int, int]
+    num_warps: int
     warnings: tuple[str, ...]
 
-    def count(self, *prefixes: str) -> int:
-        """Return how many instructions have an opcode that is one of `prefixes`, whatever its modifiers.
+    @property
+    def instructions(self) -> Mapping[str, int]:
+        """How often each opcode occurs in the machine code, modifiers included, such as `MUFU.EX2`."""
+        return self.code.counts
 
-        `count("MUFU.EX2")` counts `MUFU.EX2` and `MUFU.EX2.F16`, `count("LDG", "STG")` global loads and stores.
-        """
-        dotted = tuple(prefix + "." for prefix in prefixes)
-        matching = (name for name in self.instructions if name in prefixes or name.startswith(dotted))
-        return sum(self.instructions[name] for name in matching)
+    def count(self, *opcodes: str) -> int:
+        """Return how many instructions have one of these opcodes: see `Opcodes.count`."""
+        return self.code.count(*opcodes)
+
+    @property
+    def main_loop(self) -> Opcodes | None:
+        """The opcodes of the first of `loops`."""
+        return self.loops[0] if self.loops else None
 
     @property
     def matrix_instructions(self) -> int:
         """Tensor-core (matrix-core) instructions: mma, wgmma, tcgen05 or mfma."""
-        amd = sum(number for name, number in self.instructions.items() if name.startswith(("v_mfma", "v_smfmac")))
-        return amd + self.count("HMMA", "IMMA", "DMMA", "QMMA", "HGMMA", "IGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")
+        return self.code.count(*MATRIX)
 
     @property
     def local_memory_instructions(self) -> int:
         """Loads and stores of local (scratch) memory: spills, and arrays indexed at run time."""
-        amd = sum(number for name, number in self.instructions.items() if name.startswith("scratch_"))
-        return amd + self.count("LDL", "STL")
+        return self.code.count(*LOCAL)
 
 
 def measure(binary: Binary) -> Resources:
@@ -82,7 +103,7 @@ def measure(binary: Binary) -> Resources:
 def _measure_cuda(binary: Binary) -> Resources:
     with tempfile.TemporaryDirectory(prefix="flexgen-") as name:
         directory = Path(name)
-        usage, machine_code = _disassemble(binary, directory)
+        usage, code = _disassemble(binary, directory)
         log = _assemble_again(binary, directory)
     return Resources(
         registers=_number(r"\bREG:(\d+)", usage),
@@ -90,17 +111,20 @@ def _measure_cuda(binary: Binary) -> Resources:
         spill_loads=_number(r"(\d+) bytes spill loads", log),
         stack_bytes=_number(r"\bSTACK:(\d+)", usage),
         shared_bytes=binary.shared_bytes,
-        instructions=MappingProxyType(_count_sass(machine_code)),
+        code=opcodes(code),
+        loops=main_loops(code),
+        spilled_lines=_spilled_lines(code),
+        num_warps=binary.num_warps,
         warnings=_warnings(log),
     )
 
 
-def _disassemble(binary: Binary, directory: Path) -> tuple[str, str]:
-    """Return the resource usage and the machine code of a cubin, as text."""
+def _disassemble(binary: Binary, directory: Path) -> tuple[str, list[Instruction]]:
+    """Return the resource usage of a cubin, as text, and its machine code."""
     cubin = directory / "kernel.cubin"
     cubin.write_bytes(_bytes(binary, "cubin"))
-    tool = knobs.nvidia.cuobjdump.path
-    return _run(tool, "-res-usage", str(cubin)), _run(tool, "-sass", str(cubin))
+    usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin))
+    return usage, parse_sass(_run(knobs.nvidia.nvdisasm.path, "-c", "-g", str(cubin)))
 
 
 def _assemble_again(binary: Binary, directory: Path) -> str:
@@ -126,16 +150,6 @@ def _register_allocation() -> list[str]:
     return [found.group()] if found else []
 
 
-_SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*)", re.MULTILINE)
-
-
-def _count_sass(text: str) -> dict[str, int]:
-    """Count opcodes; NOPs are padding."""
-    counts = Counter(match.group(1) for match in _SASS.finditer(text))
-    counts.pop("NOP", None)
-    return dict(sorted(counts.items()))
-
-
 def _warnings(log: str) -> tuple[str, ...]:
     """Return the assembler's warnings and advisories, each once."""
     lines = (line.strip() for line in log.splitlines())
@@ -148,6 +162,7 @@ def _warnings(log: str) -> tuple[str, ...]:
 
 def _measure_amd(binary: Binary) -> Resources:
     assembly = _text(binary, "amdgcn")
+    code = parse_amdgcn(assembly)
     spilled = 4 * _number(r"\.vgpr_spill_count:\s*(\d+)", assembly)
     return Resources(
         registers=_number(r"\.vgpr_count:\s*(\d+)", assembly),
@@ -155,21 +170,21 @@ def _measure_amd(binary: Binary) -> Resources:
         spill_loads=spilled,
         stack_bytes=_number(r"\.private_segment_fixed_size:\s*(\d+)", assembly),
         shared_bytes=binary.shared_bytes,
-        instructions=MappingProxyType(_count_amdgcn(assembly)),
+        code=opcodes(code),
+        loops=main_loops(code),
+        spilled_lines=_spilled_lines(code),
+        num_warps=binary.num_warps,
         warnings=(),
     )
 
 
-_AMDGCN = re.compile(r"^\t([a-z][a-z0-9_]+)(?:\s|$)", re.MULTILINE)
-
-
-def _count_amdgcn(text: str) -> dict[str, int]:
-    counts = Counter(match.group(1) for match in _AMDGCN.finditer(text))
-    counts.pop("s_nop", None)
-    return dict(sorted(counts.items()))
-
-
 # Reading.
+
+
+def _spilled_lines(code: Sequence[Instruction]) -> Mapping[int, int]:
+    """Return how many loads and stores of local memory stand at each emitted line, the most first."""
+    lines = Counter(each.line for each in code if each.line is not None and opcodes([each]).count(*LOCAL))
+    return MappingProxyType({line: number for line, number in lines.most_common() if line is not None})
 
 
 def _number(pattern: str, text: str) -> int:

@@ -20,12 +20,10 @@ class SplitKernel(Kernel):
 
     def __init__(self, source: KernelSource, plan: DecodePlan, owner: object) -> None:
         super().__init__(source, plan, owner)
-        second = source.second
-        assert second is not None
         self._decode_plan = plan
-        self._combine_args = second.args
-        combining = replace(source, entry=second.entry, args=second.args, second=None)
-        self._combine = executor(combining, plan.target, plan.combine_options)
+        combining = source.of_second()
+        self._combine_args = combining.args
+        self._combine = executor(combining, plan.target, plan.combining.compile_options)
 
     def steps(self, launch: Launch) -> tuple[Step, ...]:
         programs = program_count(self._decode_plan, launch)

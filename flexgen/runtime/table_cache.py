@@ -85,7 +85,7 @@ class TableRequest:
     def count(self) -> int:
         """Return how many blocks there are to list."""
         plan = self.kernels.plan
-        return TableSizes.of(plan.rule.axes, self._launch).count(plan.form)
+        return TableSizes.of(plan.axes, self._launch).count(plan.form)
 
 
 def _none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,7 @@ from flexgen.runtime.derived_table import DerivedTable, Lists, MaskValues, Ready
 from flexgen.runtime.describe import Launch
 from flexgen.runtime.kernel import executor
 
+_log = logging.getLogger("flexgen.tables")
 _POINTED = {"*i32": torch.int32, "*i64": torch.int64, "*fp32": torch.float32, "*fp64": torch.float64}
 
 
@@ -29,7 +31,8 @@ class TableKernels:
     def __init__(self, source: TableSource, plan: TablePlan, owner: object) -> None:
         self.plan, self.owner = plan, owner
         self._source = source
-        entries = [*source.summaries.values(), source.count, source.fill, *([source.decide] if source.decide else [])]
+        entries = [*source.summaries.values(), source.count, source.fill]
+        entries += [entry for entry in (source.decide, source.drop) if entry is not None]
         options = {"num_warps": plan.num_warps, "num_stages": 1}
         self._execute = {entry.entry: executor(entry, plan.target, options) for entry in entries}
 
@@ -44,8 +47,9 @@ class TableKernels:
         Raises:
             UnsupportedProblemError: the lists need 2**31 entries or more.
         """
-        form, sizes = self.plan.form, TableSizes.of(self.plan.rule.axes, launch)
+        form, sizes = self.plan.form, TableSizes.of(self.plan.axes, launch)
         rows, columns = sizes.blocks(form, self.plan.walked)
+        _log.debug("deriving a block table of %s x %s blocks", rows, columns)
         grid = (rows, sizes.heads, sizes.batch)
         tables = self._summarised(launch, sizes)
         tables |= {
@@ -58,6 +62,8 @@ class TableKernels:
         lists = new_lists(form, sizes, self.plan.walked, capacity, launch.device)
         torch.arange(columns, out=lists[f"{self.plan.walked.value}_indices"][:columns])
         self._run(self._source.fill, grid, launch, tables | lists)
+        if self._source.drop is not None:
+            self._run(self._source.drop, grid, launch, lists)
         lists_of_call = expanded(lists, launch.batch, launch.q_heads)
         ready = _ready(launch.device)
         return DerivedTable(form, sizes, lists_of_call, needed, capacity, values, self.owner, ready)

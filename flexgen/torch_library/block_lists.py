@@ -52,8 +52,8 @@ def lists_of(block_table: Any) -> tuple[Lists, list[int]]:
         return [], []
     if isinstance(block_table, DerivedTable):
         refuse(
-            "a table that attention.block_table made was passed to a call that is being traced",
-            why="it holds for the tensors it was made from, which a graph cannot check",
+            "a table that attention.block_table made was passed to a call that is being traced, or is made of DTensors",
+            why="it holds for the tensors it was made from, which an operator of a graph cannot check",
             fix="leave block_table out: the operator derives the table itself, and keeps it while it holds",
         )
     refuse_slice_without_mask_mod(block_table)

@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 
+from flexgen.errors import UnsupportedProblemError
 from flexgen.runtime.differentiable import double_backward
 from flexgen.torch_library.run import Arguments, fake_backward, fake_forward, run_backward, run_forward
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 _SHARED = (
-    "Tensor query, Tensor key, Tensor value, Tensor[] buffers, Tensor?[] block_lists, SymInt[] block_sizes, "
-    "SymInt[] integers, float[] floats, float? scale, bool max_scores, str spec, str options"
+    "Tensor query, Tensor key, Tensor value, Tensor[] buffers, Tensor?[] block_lists, Tensor[] cu_seqlens, "
+    "Tensor? dropout_seed, SymInt[] block_sizes, SymInt[] integers, float[] floats, float? scale, bool max_scores, "
+    "float dropout_p, str spec, str options"
 )
 _COUNT = len(_SHARED.split(", "))
-_BUFFERS = 3  # where the buffers stand among the arguments
+_BUFFERS, _OFFSETS = 3, 5  # where the buffers and the offsets of packed sequences stand among the arguments
+_MAX_SCORES = 4  # where the flag stands among the arguments that are no tensors
 
 _operator = torch.library.custom_op
 
@@ -32,7 +35,7 @@ def attention(*arguments: Any) -> Outputs:
     "flexgen::attention_backward",
     mutates_args=(),
     schema=f"({_SHARED}, Tensor output, Tensor logsumexp, Tensor tail, Tensor grad_output, Tensor? grad_logsumexp, "
-    "bool[] wanted) -> Tensor[]",
+    "Tensor? grad_max_scores, bool[] wanted) -> Tensor[]",
 )
 def attention_backward(*arguments: Any) -> list[torch.Tensor]:
     """Return the wanted ones of the gradients of query, key, value and the buffers; see `run_backward`."""
@@ -50,21 +53,23 @@ def _(*arguments: Any) -> list[torch.Tensor]:
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    query, key, value, buffers, lists, *plain = inputs
+    query, key, value, buffers, lists, offsets, seed, *plain = inputs
     present = [tensor for tensor in lists if tensor is not None]
-    ctx.save_for_backward(query, key, value, output[0], output[1], output[3], *buffers, *present)
-    ctx.counts = (len(buffers), [tensor is not None for tensor in lists])
+    ctx.save_for_backward(query, key, value, output[0], output[1], output[3], seed, *buffers, *offsets, *present)
+    ctx.counts = (len(buffers), len(offsets), [tensor is not None for tensor in lists])
     ctx.plain = plain
-    ctx.mark_non_differentiable(output[2], output[3])
+    # max_scores has no gradient, which a loss that asks for it is told: it is no constant to autograd.
+    ctx.mark_non_differentiable(output[3], *([] if plain[_MAX_SCORES] else [output[2]]))
     ctx.set_materialize_grads(False)
 
 
 def _saved_arguments(ctx: Any) -> tuple[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    query, key, value, output, logsumexp, tail, *rest = ctx.saved_tensors
-    buffer_count, has_list = ctx.counts
-    buffers, lists = rest[:buffer_count], iter(rest[buffer_count:])
+    query, key, value, output, logsumexp, tail, seed, *rest = ctx.saved_tensors
+    buffer_count, offset_count, has_list = ctx.counts
+    end = buffer_count + offset_count
+    buffers, offsets, lists = rest[:buffer_count], rest[buffer_count:end], iter(rest[end:])
     block_lists = [next(lists) if has else None for has in has_list]
-    return (query, key, value, buffers, block_lists, *ctx.plain), (output, logsumexp, tail)
+    return (query, key, value, buffers, block_lists, offsets, seed, *ctx.plain), (output, logsumexp, tail)
 
 
 def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -72,7 +77,7 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
     needed = ctx.needs_input_grad
     wanted = [*needed[:_BUFFERS], *_flat(needed[_BUFFERS], len(arguments[_BUFFERS]))]
     grad_output = torch.zeros_like(made[0]) if grads[0] is None else grads[0]
-    found = iter(attention_backward(*arguments, *made, grad_output, grads[1], wanted))
+    found = iter(attention_backward(*arguments, *made, grad_output, *grads[1:3], wanted))
     results = [next(found) if is_wanted else None for is_wanted in wanted]
     others = [_no_gradient(argument) for argument in arguments[_BUFFERS + 1 :]]
     return (*results[:_BUFFERS], results[_BUFFERS:], *others)
@@ -100,7 +105,17 @@ attention_backward.register_autograd(_refuse_double_backward)
 
 
 def _each(operator: Callable[..., Any], info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> list[Any]:
-    """Call the operator once for each entry of the dimension that is mapped over."""
+    """Call the operator once for each entry of the dimension that is mapped over.
+
+    Raises:
+        UnsupportedProblemError: of packed sequences.
+    """
+    if arguments[_OFFSETS]:
+        raise UnsupportedProblemError(
+            "attention over packed sequences (cu_seqlens) was called inside torch.vmap",
+            why="packed sequences are a batch of their own, with one set of offsets",
+            fix="pack the mapped entries too, as more sequences, or call it outside of vmap",
+        )
     return [
         operator(*(_entry(argument, dim, at) for argument, dim in zip(arguments, in_dims, strict=True)))
         for at in range(info.batch_size)

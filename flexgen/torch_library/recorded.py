@@ -1,12 +1,13 @@
-"""Mods that exist only inside a region that torch.compile traces, such as functions that the traced code defines.
+"""Mods that torch.compile does not show as they are, such as functions that the traced code defines, and partials.
 
-There is no Python object to capture, so the mod is called once under torch.compile's own tracing, on tensors of the
+There is no Python object to capture, so such a mod is called once under torch.compile's own tracing, on tensors of the
 meta device, with a mode that records each operation. The record is a constant of the trace; replayed as a function, it
 is captured like any mod. Tensors that are no result of the record are captured ones, and arguments of the operator.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from flexgen.capture.live import LiveMods
 from flexgen.options import Options
-from flexgen.torch_library.call import spec_for
-from flexgen.torch_library.spec import print_options
+from flexgen.torch_library.call import read_mods
+from flexgen.torch_library.spec import Starts, print_options, spec_of
 
 _INDICES = 4  # b, h, q_idx, kv_idx
 
@@ -34,8 +35,10 @@ class RecordedForm:
     order: tuple[int, ...]
 
 
-def is_local(mod: Any) -> bool:
-    """Whether the code that torch.compile traces defined the function: such a one shows no closure."""
+def shows_no_values(mod: Any) -> bool:
+    """Whether torch.compile does not let a mod's values be looked at: a partial, or a function of the traced code."""
+    if isinstance(mod, functools.partial):
+        return True
     if not isinstance(mod, types.FunctionType):
         return False
     try:
@@ -131,19 +134,25 @@ def record(mod: Any, score_dtype: torch.dtype | None, captured: list[torch.Tenso
 
 
 def form_of_records(
-    score: Any, mask: Any, kinds: tuple[Any, ...], options: tuple[tuple[str, Any], ...], query_dtype: torch.dtype
+    score: Any,
+    mask: Any,
+    kinds: tuple[Any, ...],
+    options: tuple[tuple[str, Any], ...],
+    query_dtype: torch.dtype,
+    starts: Starts,
 ) -> RecordedForm:
     """Return the form of a call by recorded mods.
 
     Args:
         score, mask: records.
         kinds: (dtype, shape, requires_grad) of each captured tensor.
+        starts: the mods' b, h and q_idx of the call's first batch, head and row.
     """
     captured = [torch.empty(shape, dtype=dtype, device="meta").requires_grad_(grad) for dtype, shape, grad in kinds]
     mods = LiveMods(_replay(score, captured), _replay(mask, captured))
-    reading, spec = spec_for(mods, query_dtype)
+    reading = read_mods(mods, query_dtype)
     places = [next(i for i, tensor in enumerate(captured) if tensor is buffer) for buffer in reading.buffers]
-    return RecordedForm(spec, print_options(Options.of(dict(options))), tuple(places))
+    return RecordedForm(spec_of(reading.captured, starts), print_options(Options.of(dict(options))), tuple(places))
 
 
 # torch.compile runs it while it traces and takes the result for a constant: it depends on constants alone.

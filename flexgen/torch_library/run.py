@@ -16,7 +16,9 @@ from flexgen.ir.simplify import simplify
 from flexgen.lowering.triton.choose import scores_may_be_extreme
 from flexgen.options import Layout
 from flexgen.runtime.describe import check_tensors, to_bhsd
-from flexgen.runtime.differentiable import Saved
+from flexgen.runtime.differentiable import Saved, max_scores_gradient
+from flexgen.runtime.dropout import Dropout
+from flexgen.runtime.packing import Packing, check_packing
 from flexgen.torch_library.block_lists import block_mask_of
 from flexgen.torch_library.spec import KEPT, captured_of, parse_options
 
@@ -29,6 +31,8 @@ class Arguments:
         query, key, value: in the layout of the options.
         buffers, integers, floats: what the mods captured, in the order that the spec declares.
         block_lists, block_sizes: a block mask, or empty.
+        cu_seqlens: where packed sequences begin, as `Packing.tensors`, or empty.
+        dropout_seed, dropout_p: see `Dropout`; None and 0 where nothing is dropped.
         scale: the softmax scale; None for the default.
         max_scores: whether the call returns them.
         spec, options: texts, see `spec.py`.
@@ -39,17 +43,28 @@ class Arguments:
     value: torch.Tensor
     buffers: Sequence[torch.Tensor]
     block_lists: Sequence[torch.Tensor | None]
+    cu_seqlens: Sequence[torch.Tensor]
+    dropout_seed: torch.Tensor | None
     block_sizes: Sequence[int]
     integers: Sequence[int]
     floats: Sequence[float]
     scale: float | None
     max_scores: bool
+    dropout_p: float
     spec: str
     options: str
 
     @property
     def layout(self) -> Layout:
         return parse_options(self.options).layout
+
+    @property
+    def packing(self) -> Packing | None:
+        return Packing(*self.cu_seqlens) if self.cu_seqlens else None
+
+    @property
+    def dropout(self) -> Dropout | None:
+        return None if self.dropout_seed is None else Dropout(self.dropout_p, self.dropout_seed)
 
     @property
     def aux_dtype(self) -> torch.dtype:
@@ -70,7 +85,8 @@ def _reading(call: Arguments) -> Reading:
 
 
 def _extras(call: Arguments, *, max_scores: bool = False) -> Extras:
-    return Extras(call.scale, AuxRequest(True, max_scores), block_mask_of(call.block_lists, call.block_sizes))
+    blocks = block_mask_of(call.block_lists, call.block_sizes)
+    return Extras(call.scale, AuxRequest(True, max_scores), blocks, call.packing, dropout=call.dropout)
 
 
 def run_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -89,6 +105,8 @@ def fake_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     """Return what `run_forward` would, without data: the same shapes, dtypes and strides."""
     check_tensors(call.query, call.key, call.value, call.layout)
     query, value = to_bhsd(call.query, call.layout), to_bhsd(call.value, call.layout)
+    if call.packing is not None:
+        check_packing(call.packing, query, to_bhsd(call.key, call.layout))
     b, h, s, _ = query.shape
     d = value.shape[3]
     if call.layout == "bshd":
@@ -114,6 +132,7 @@ def run_backward(
     tail: torch.Tensor,
     grad_output: torch.Tensor,
     grad_logsumexp: torch.Tensor | None,
+    grad_max_scores: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Return the wanted ones of the gradients of query, key, value and the buffers, each contiguous.
@@ -121,8 +140,14 @@ def run_backward(
     Args:
         output, logsumexp, tail: what the forward returned.
         grad_output, grad_logsumexp: the gradients in them.
+        grad_max_scores: the gradient in max_scores, which must be 0: compiled graphs pass zeros for no gradient.
         wanted: one for each of query, key, value and the buffers.
+
+    Raises:
+        UnsupportedProblemError: grad_max_scores is not 0.
     """
+    if grad_max_scores is not None and grad_max_scores.numel():
+        _unused_max_scores(call.spec, call.options).check(grad_max_scores)
     layout = call.layout
     query, key, value = (to_bhsd(tensor, layout) for tensor in (call.query, call.key, call.value))
     batch = query.shape[0]
@@ -133,12 +158,41 @@ def run_backward(
         _reading(call),
         (call.query, call.key, call.value),
         _extras(call),
-        Saved(query, key, value, to_bhsd(output, layout), logsumexp, tail, tuple(call.buffers)),
+        Saved(
+            query,
+            key,
+            value,
+            to_bhsd(output, layout),
+            logsumexp,
+            tail,
+            tuple(call.buffers),
+            call.packing,
+            call.dropout,
+        ),
         to_bhsd(grad_output, layout),
         grad_logsumexp,
         frozenset(wanted_names),
     )
     return [_as_given(call, name, found[name]) for name in wanted_names]
+
+
+class _UnusedMaxScores:
+    """Refuses losses that depend on max_scores; on a GPU only the first check waits for the device."""
+
+    def __init__(self) -> None:
+        self._checked = False
+
+    def check(self, grad: torch.Tensor) -> None:
+        if grad.is_cuda and (self._checked or torch.cuda.is_current_stream_capturing()):
+            torch._assert_async(~grad.any(), max_scores_gradient().what)
+        elif grad.any():
+            raise max_scores_gradient()
+        self._checked = True
+
+
+@lru_cache(maxsize=KEPT)
+def _unused_max_scores(spec: str, options: str) -> _UnusedMaxScores:
+    return _UnusedMaxScores()
 
 
 def _as_given(call: Arguments, name: str, grad: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,15 @@ from flexgen.errors import UnsupportedProblemError
 from flexgen.ir.graph import Buffer, Graph, Mods, StrideClass
 from flexgen.ir.origins import Origins
 from flexgen.ir.parse import parse_mods
+from flexgen.ir.shift import shift_indices
 from flexgen.ir.text import print_mods
 from flexgen.options import KERNEL_OPTION_NAMES, Options
 
 KEPT = 256  # texts whose meaning is kept
+
+Starts = tuple[int, int, int]  # the mods' b, h and q_idx of a call's first batch, head and row
+
+AT_ZERO: Starts = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +34,10 @@ class _Form:
     strides: tuple[StrideClass, ...]
 
 
-def spec_of(captured: Captured) -> str:
-    """Return the mods as text, in the user's names and with the user's lines."""
-    return print_mods(captured.mods, captured.origins)
+def spec_of(captured: Captured, starts: Starts = AT_ZERO) -> str:
+    """Return the mods as text, in the user's names and with the user's lines; a call's indices begin at `starts`."""
+    named = dict(zip(("b", "h", "q_idx"), starts, strict=True))
+    return print_mods(*shift_indices(captured.mods, captured.origins, named))
 
 
 def captured_of(spec: str, score_dtype: torch.dtype, buffers: list[torch.Tensor]) -> Captured:

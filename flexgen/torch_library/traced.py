@@ -9,21 +9,25 @@ from typing import Any
 import torch
 
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
-from flexgen.capture.live import LiveMods
+from flexgen.capture.live import LiveMods, NumberHistory
 from flexgen.extras import Extras
+from flexgen.jagged import is_nested, read_jagged
 from flexgen.options import Options
 from flexgen.torch_library.block_lists import lists_of
 from flexgen.torch_library.call import (
     OperatorForm,
+    OperatorForms,
     Tensors,
     autocast,
     call_operator,
     call_with,
-    operator_form,
+    offsets_of,
     score_dtype,
+    seed_and_probability,
+    share_of,
 )
-from flexgen.torch_library.recorded import form_of_records, is_local, record
-from flexgen.torch_library.spec import KEPT
+from flexgen.torch_library.recorded import form_of_records, record, shows_no_values
+from flexgen.torch_library.spec import AT_ZERO, KEPT, Starts
 
 Parts = tuple[Any, Any]
 
@@ -38,14 +42,20 @@ def call_traced(
     block_mask: Any,
 ) -> Any:
     """Call the operator with the mods' captured values as its arguments; see `flex_attention`."""
-    extras = Extras(scale, read_aux_request(return_aux), block_mask)
+    jagged = read_jagged(*tensors, dict(options).get("layout", "bhsd"), None) if is_nested(*tensors) else None
+    if jagged is not None:
+        tensors = jagged.tensors
+    extras = Extras(scale, read_aux_request(return_aux), block_mask, jagged.packing if jagged is not None else None)
     tensors = autocast(tensors)
-    if is_local(score_mod) or is_local(mask_mod):
+    if shows_no_values(score_mod) or shows_no_values(mask_mod):
         outputs = _call_recorded(score_mod, mask_mod, options, tensors, extras)
     else:
-        form = _form(*_parts(score_mod), *_parts(mask_mod), options, tensors[0].dtype)
-        outputs = call_operator(form, score_mod, mask_mod, tensors, extras)
-    return outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, extras.aux))
+        share = share_of(tensors, "bhsd")
+        starts = AT_ZERO if share is None else share.starts
+        form = _form(*_parts(score_mod), *_parts(mask_mod), options, tensors[0].dtype, starts)
+        outputs = call_operator(form, score_mod, mask_mod, tensors, extras, share)
+    result = outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, extras.aux))
+    return result if jagged is None else jagged.nested(result)
 
 
 def _call_recorded(
@@ -60,11 +70,13 @@ def _call_recorded(
     score = record(score_mod, score_dtype(dtype), captured)
     mask = record(mask_mod, None, captured)
     kinds = tuple([(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in captured])
-    form = form_of_records(score, mask, kinds, options, dtype)
+    share = share_of(tensors, "bhsd")
+    form = form_of_records(score, mask, kinds, options, dtype, AT_ZERO if share is None else share.starts)
     buffers = [captured[place] for place in form.order]
     lists, sizes = lists_of(extras.block_table)
-    numbers: tuple[Any, ...] = ([], [], extras.scale, extras.aux.max_scores)
-    return call_with(*tensors, buffers, lists, sizes, *numbers, form.spec, form.options)
+    offsets, (seed, p) = offsets_of(extras), seed_and_probability(extras.dropout)
+    numbers: tuple[Any, ...] = ([], [], extras.scale, extras.aux.max_scores, p)
+    return call_with(share, tensors, buffers, lists, offsets, seed, sizes, *numbers, form.spec, form.options)
 
 
 def _parts(mod: Any) -> Parts:
@@ -79,13 +91,25 @@ def _form(
     mask_receiver: Any,
     options: tuple[tuple[str, Any], ...],
     query_dtype: torch.dtype,
+    starts: Starts,
 ) -> OperatorForm:
-    mods = LiveMods(_mod(score_function, score_receiver), _mod(mask_function, mask_receiver))
-    return operator_form(mods, _options(options), query_dtype)
+    numbers = _numbers(_code(score_function), _code(mask_function))
+    mods = LiveMods(_mod(score_function, score_receiver), _mod(mask_function, mask_receiver), numbers)
+    return OperatorForms(mods, _options(options)).of(query_dtype, starts)
 
 
 # torch.compile runs it while it traces and takes the result for a constant, see `Attention._operator_form`.
 _form._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@lru_cache(maxsize=KEPT)
+def _numbers(score_code: Any, mask_code: Any) -> NumberHistory:
+    """Return what was seen of numbers in mods of this code, which a fresh closure over another number continues."""
+    return NumberHistory()
+
+
+def _code(function: Any) -> Any:
+    return getattr(function, "__code__", type(function))
 
 
 def _mod(function: Any, receiver: Any) -> Any:

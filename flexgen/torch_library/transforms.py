@@ -11,7 +11,8 @@ from flexgen.errors import UnsupportedProblemError
 from flexgen.runtime.differentiable import double_backward
 
 _INPUTS = 3  # query, key and value come first
-_MADE = 5  # output, logsumexp, its tail, and the gradients in the first two come last in the backward
+_MADE = 6  # output, logsumexp, its tail, and the gradients in output, logsumexp and max_scores come last
+_MAX_SCORES = 4  # where the flag stands among the rest of a Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +21,29 @@ class Plain:
 
     Attributes:
         buffer_count: how many captured tensors follow query, key and value.
+        offset_count: how many tensors of `cu_seqlens` follow those.
         has_list: for each of a block mask's lists, whether it is there.
-        rest: the arguments after the lists.
+        has_seed: whether dropout's seed is there, the last of the tensors.
+        rest: the arguments after it.
     """
 
     buffer_count: int
+    offset_count: int
     has_list: tuple[bool, ...]
+    has_seed: bool
     rest: tuple[Any, ...]
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         """Return the operator's arguments."""
-        end = _INPUTS + self.buffer_count
-        lists = iter(tensors[end:])
-        block_lists = [next(lists) if has else None for has in self.has_list]
-        return (*tensors[:_INPUTS], list(tensors[_INPUTS:end]), block_lists, *self.rest)
+        buffers_end = _INPUTS + self.buffer_count
+        end = buffers_end + self.offset_count
+        buffers, offsets, others = (
+            list(tensors[_INPUTS:buffers_end]),
+            list(tensors[buffers_end:end]),
+            iter(tensors[end:]),
+        )
+        *block_lists, seed = [next(others) if has else None for has in (*self.has_list, self.has_seed)]
+        return (*tensors[:_INPUTS], buffers, block_lists, offsets, seed, *self.rest)
 
 
 class _Gradients(torch.autograd.Function):
@@ -69,14 +79,14 @@ class _Attention(torch.autograd.Function):
         plain, *tensors = inputs
         ctx.plain = plain
         ctx.save_for_backward(*tensors, output[0], output[1], output[3])
-        ctx.mark_non_differentiable(output[2], output[3])
+        ctx.mark_non_differentiable(output[3], *([] if plain.rest[_MAX_SCORES] else [output[2]]))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *tensors, output, logsumexp, tail = ctx.saved_tensors
         count = _INPUTS + ctx.plain.buffer_count
         wanted = list(ctx.needs_input_grad[1 : count + 1])
-        found = iter(_Gradients.apply(ctx.plain, wanted, *tensors, output, logsumexp, tail, *grads[:2]))  # type: ignore[no-untyped-call]
+        found = iter(_Gradients.apply(ctx.plain, wanted, *tensors, output, logsumexp, tail, *grads[:3]))  # type: ignore[no-untyped-call]
         results = [next(found) if is_wanted else None for is_wanted in wanted]
         return (None, *results, *[None] * (len(tensors) - count))
 
@@ -95,10 +105,11 @@ def _forward_mode() -> UnsupportedProblemError:
 
 def call_transformed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Call the operator so that torch.func.grad, vjp, jacrev and vmap work; jvp is refused by name."""
-    query, key, value, buffers, lists, *rest = arguments
-    plain = Plain(len(buffers), tuple([tensor is not None for tensor in lists]), tuple(rest))
-    present = [tensor for tensor in lists if tensor is not None]
+    query, key, value, buffers, lists, offsets, seed, *rest = arguments
+    has_list = tuple([tensor is not None for tensor in lists])
+    plain = Plain(len(buffers), len(offsets), has_list, seed is not None, tuple(rest))
+    present = [tensor for tensor in (*lists, seed) if tensor is not None]
     outputs: tuple[torch.Tensor, ...] = _Attention.apply(  # type: ignore[no-untyped-call]
-        plain, query, key, value, *buffers, *present
+        plain, query, key, value, *buffers, *offsets, *present
     )
     return outputs

@@ -55,3 +55,24 @@ def test_masks_in_half_precision(device, case):
     shape = shape_for(case)
     inputs = training_inputs(shape, device, dtype=torch.bfloat16)
     check_backward(inputs, None, case.build(shape, device), use_lse=True)
+
+
+# In float32 whatever the inputs: of logarithms and the like, and of sums of many, torch's last bit is another.
+FLOAT32_IN_ITSELF = ("alibi_from_head_index", "t5_bucketed_bias", "rope_distance", "log_distance", "dot_of_rows")
+EXACT = paired(MASKS, [case for case in usual(SCORES) if case.name not in FLOAT32_IN_ITSELF])
+SMALL = Shape(2, 2, 1, 18, 27)
+SMALL_SQUARE = Shape(2, 2, 1, 20, 20)
+
+
+def _sampled(pairs):
+    """Leave four of five to the slow tests."""
+    return [pair if at % 5 == 0 else pytest.param(*pair, marks=pytest.mark.slow) for at, pair in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(("mask", "score"), _sampled(EXACT), ids=lambda case: case.name)
+def test_every_mask_with_a_score_mod_in_float64(mask, score):
+    """Nothing is lost to rounding: gradients agree to ten digits with autograd of the dense computation."""
+    device = torch.device("cpu")
+    shape = SMALL if mask.fits(SMALL) and score.fits(SMALL) else SMALL_SQUARE
+    inputs = training_inputs(shape, device, dtype=torch.float64, head_dim=8)
+    check_backward(inputs, found(score.build(shape, device)), mask.build(shape, device), use_lse=True, options=TILES)

@@ -78,7 +78,7 @@ def test_the_kernels_walk_lists_of_blocks_as_large_as_their_tiles(head_dim: int)
         text, (_, plan) = lowered.source[entry], lowered.backward.passes[entry]
         assert f"listed = tl.load({axis}_offsets_ptr + line_of_blocks)" in text
         assert f"last = tl.load(full_{axis}_num_blocks_ptr + line_of_blocks)" in text
-        assert f"{axis}_start = tl.load(indices_ptr + tile) * BLOCK_" in text
+        assert f"{axis}_start = next_block * BLOCK_" in text
         assert "tiles_per_block" not in text
         assert (plan.SPARSE_Q_BLOCK_SIZE, plan.SPARSE_KV_BLOCK_SIZE) == (plan.BLOCK_M, plan.BLOCK_N)
     assert lowered.explain().count("derived table: blocks as its tiles") == 2

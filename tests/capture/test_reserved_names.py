@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flexgen
+from benchmarks.gluon_backward_check import backward_checks, lowered
 from flexgen.capture.names import is_reserved
 from flexgen.codegen.source import KernelSource, Role
 from tests.goldens.kernels import CASES, KernelCase
@@ -48,6 +49,16 @@ def bindings(function: ast.FunctionDef) -> Iterator[str]:
 def test_names_that_forward_kernels_bind_are_reserved(case: KernelCase, target: str) -> None:
     lowered = case.lower(target)
     assert [name for name in sorted(bound_names(lowered.forward.source)) if not is_reserved(name)] == []
+
+
+HOPPER = ("window tails D=64", "softcap D=128", "documents D=256", "block mask causal D=64", "GQA document starts")
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_names_that_hopper_backward_kernels_bind_are_reserved(name: str) -> None:
+    check = next(check for check in backward_checks() if check.name == f"backward: {name}")
+    for source, _ in lowered(check).backward.passes.values():
+        assert [name for name in sorted(bound_names(source)) if not is_reserved(name)] == []
 
 
 # Each of these was, or would be, overwritten in a kernel's loop, or a parameter twice.

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexgen.commands import check
+from flexgen.commands import check, reference
+from flexgen.commands.dropout_pattern import kept_pairs
 from flexgen.commands.reference import DenseProblem, evaluate_dense
 from flexgen.runtime.cache import SourceCache
+from flexgen.tuning.store import FOLDER, TunedStore
 from tests.cli.conftest import Run
 from tests.reference import dense_attention, eager_attention
 
@@ -49,6 +51,7 @@ def test_dump_code_writes_a_numbered_file_for_each_stage(causal: Path, run: Run,
         "02_simplified.ir",
         "03_facts.txt",
         "04_plan.txt",
+        "05_forward.lines.json",
         "05_forward.py",
         "06_resources.txt",
         "06_sm_80.ptx",
@@ -134,6 +137,31 @@ def test_check_fails_where_the_kernel_is_wrong(mods: Path, run: Run, monkeypatch
 
 
 @needs_triton
+def test_check_with_dropout_knows_which_weights_are_dropped(
+    mods: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("check", f"{mods}:softcap,causal", "--dropout", "0.4", "--shape", "1,4,2,40,70,16,16")
+    said = run(*command, "--target", "interpret")
+    assert said.code == 0, said.out + said.err
+    monkeypatch.setattr(check, "SEED", 1)
+    assert run(*command, "--target", "interpret").code == 0
+    monkeypatch.setattr(reference, "kept_pairs", lambda dropout, box: kept_pairs(dropout, box).logical_not())
+    said = run(*command, "--target", "interpret")
+    assert said.code == 1 and re.search(r"^output .* FAIL$", said.out, re.MULTILINE)
+    assert re.search(r"^logsumexp .* pass$", said.out, re.MULTILINE)
+
+
+def test_commands_that_compile_take_dropout(causal: Path, run: Run) -> None:
+    said = run("explain", causal, "--dropout", "0.1", "--target", "sm_90")
+    assert said.code == 0 and re.search(r"^  DROPOUT += grouped +because: dropout_p is not 0", said.out, re.MULTILINE)
+    said = run("compile", causal, "--dropout", "0.1", "--dump-code", "--backward", "--target", "sm_90")
+    assert said.code == 0 and said.out.count("def is_kept(") == 3
+    for wrong in ("1.5", "nan", "often"):
+        said = run("explain", causal, "--dropout", wrong)
+        assert said.code == 2 and f"'{wrong}' is not a probability" in said.err
+
+
+@needs_triton
 def test_check_says_that_a_shape_does_not_fit_the_captured_tensors(mods: Path, run: Run) -> None:
     said = run("check", f"{mods}:documents", "--shape", "1,1,1,128,128,16,16", "--target", "interpret")
     assert said.code == 2 and "outside of a captured tensor" in said.err and "--shape" in said.err
@@ -168,20 +196,6 @@ def test_the_reference_agrees_with_that_of_the_tests() -> None:
     torch.testing.assert_close(evaluate_dense(problem, "eager").output, eager)
 
 
-# resources
-
-
-@needs_triton
-def test_resources_has_a_row_for_each_target(causal: Path, run: Run) -> None:
-    said = run("resources", causal, "--target", "sm_80,gfx942", "--target", "sm_80")
-    assert said.code == 0
-    header, *rows = said.out.splitlines()
-    assert header.split()[:5] == ["target", "tile", "warps", "stages", "regs"]
-    assert [row.split()[0] for row in rows[:2]] == ["sm_80", "gfx942"]
-    assert all(int(row.split()[8]) > 0 for row in rows[:2]), "no matrix instructions"
-    assert max(map(len, said.out.splitlines())) <= 100
-
-
 # cache
 
 
@@ -196,5 +210,36 @@ def test_cache_lists_and_clears(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     SourceCache(tmp_path / "cache").get("0123456789abcdef", lambda: docstring)
     said = run("cache", "list")
     assert said.code == 0 and "forward, for sm_90, mask_mod causal" in said.out and "1 source," in said.err
-    assert run("cache", "clear").out.startswith("deleted 1 source ")
+    TunedStore(tmp_path / "cache" / FOLDER).put("a" * 32, {"fwd_BLOCK_N": 64}, 1.0, 2.0)
+    assert run("cache", "list").err.endswith(", and what was tuned for 1 problem\n")
+    cleared = run("cache", "clear").out
+    assert cleared.startswith("deleted 1 source ") and cleared.endswith(", and what was tuned for 1 problem\n")
     assert run("cache", "list").out == ""
+
+
+# packed sequences
+
+
+@needs_triton
+def test_check_compares_each_packed_sequence_with_float64(tmp_path: Path, run: Run) -> None:
+    file = tmp_path / "after_a_prefix.py"
+    file.write_text(
+        "import torch\nprefix = torch.tensor([3, 0, 9])\nSHAPE = (2, 4, 2, 64, 64, 16, 16)\n\n\n"
+        "def mask_mod(b, h, q_idx, kv_idx):\n    return (q_idx >= kv_idx) | (kv_idx < prefix[b])\n"
+    )
+    said = run("check", file, "--packed", "20,0,37", "--target", "interpret")
+    assert said.code == 0 and "1,4,2,57,57,16,16 packed 20,0,37" in said.out
+    assert said.out.count("pass") == 4
+
+
+def test_packed_sequences_reach_the_source(causal: Path, run: Run) -> None:
+    said = run("compile", causal, "--dump-code", "--target", "sm_90", "--packed", "100,37,1")
+    assert said.code == 0 and "cu_seqlens_q_ptr" in said.out
+    said = run("explain", causal, "--target", "sm_90", "--packed", "100,37,1")
+    assert "PACKED_SEQUENCES       = True" in said.out
+
+
+def test_lengths_that_are_none_are_refused(causal: Path, run: Run) -> None:
+    said = run("check", causal, "--packed", "100,-3")
+    assert said.code == 2 and "'100,-3' are no lengths" in said.err
+    assert run("mask", causal, "--packed", "100").code == 2  # a mask's picture is of one sequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -37,6 +38,17 @@ def test_a_pipe_gets_plain_text() -> None:
 @pytest.mark.skipif(not RICH_IS_INSTALLED, reason="colours need rich")
 def test_a_terminal_gets_colour() -> None:
     assert "\x1b[32mgood" in written(Terminal())
+
+
+@pytest.mark.skipif(not RICH_IS_INSTALLED, reason="colours need rich")
+def test_code_is_coloured_on_a_terminal_and_otherwise_untouched() -> None:
+    code = 'def f(x):\n    return x + 1  # "[red]"' + " " * 120 + "\n\n"
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        Console(out=stream, err=io.StringIO()).code(code)
+    assert pipe.getvalue() == code
+    assert "\x1b[" in terminal.getvalue()
+    assert re.sub("\x1b\\[[0-9;]*m", "", terminal.getvalue()) == code
 
 
 def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:

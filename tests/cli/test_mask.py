@@ -11,7 +11,6 @@ import torch
 
 import flexgen
 from flexgen.attention import Attention
-from flexgen.commands import tile_map
 from flexgen.commands.arguments import Shape
 from flexgen.commands.mask_subject import MaskSubject, Place, mask_subject
 from flexgen.commands.subject import Subject
@@ -136,12 +135,10 @@ def test_the_table_told_is_the_table_that_kernels_derive() -> None:
     assert told.nbytes == derived.nbytes
 
 
-def test_masks_too_large_to_evaluate_are_counted_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_too_large_to_evaluate_are_counted_alike() -> None:
     for attention in (documents_per_batch(), flexgen.compile(None, lambda b, h, q, k: q >= k + 3, TILES)):
         found, mask = lowered(attention)
         everywhere = map_tiles(mask, found.plan, found.understood.rule)
-        monkeypatch.setattr(tile_map, "EVERY_PAIR", 0)
-        checked = map_tiles(mask, found.plan, found.understood.rule)
-        monkeypatch.undo()
+        checked = map_tiles(mask, found.plan, found.understood.rule, every_pair=0)
         assert checked.proven and not everywhere.proven
         assert checked.pairs.equal(everywhere.pairs) and checked.live.equal(everywhere.live)

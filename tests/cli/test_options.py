@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import flexgen
+from flexgen.errors import OptionError
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.option_docs import LAYOUT, OPTION_DOCS, VARIABLE_DOCS, markdown
-from flexgen.options import BACKWARD_ONLY, KERNEL_OPTION_NAMES, KernelOptions, Options
+from flexgen.option_docs import OPTION_DOCS, VARIABLE_DOCS, WHOLE_DOCS, markdown
+from flexgen.options import BACKWARD_ONLY, KERNEL_OPTION_NAMES, WHOLE_NAMES, KernelOptions, Options
 from tests.cli.conftest import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -25,8 +26,20 @@ def test_the_documented_example_is_accepted(name: str) -> None:
     assert KernelOptions(**{name: OPTION_DOCS[name].example}).given() == {name: OPTION_DOCS[name].example}
 
 
-def test_the_documented_layout_is_accepted() -> None:
-    assert Options(layout=LAYOUT.example).layout == "bshd"
+@pytest.mark.parametrize("name", WHOLE_NAMES)
+def test_the_documented_example_of_the_whole_is_accepted(name: str) -> None:
+    assert getattr(Options.of({name: WHOLE_DOCS[name].example}), name) == WHOLE_DOCS[name].example
+    assert tuple(WHOLE_DOCS) == WHOLE_NAMES
+
+
+def test_options_go_over_others() -> None:
+    own = Options.of({"layout": "bshd", "BLOCK_M": 64, "fwd_num_warps": 4})
+    over = own.over({"BLOCK_M": 32, "fwd_num_stages": 2})
+    assert over == Options.of({"layout": "bshd", "BLOCK_M": 32, "fwd_num_warps": 4, "fwd_num_stages": 2})
+    assert own.over({"autotune": True}).autotune and not own.autotune
+    assert own.over({"layout": "bhsd"}).layout == "bhsd"
+    with pytest.raises(OptionError, match="autotune='maybe' is not a bool"):
+        Options.of({"autotune": "maybe"})
 
 
 def test_options_of_backward_kernels_say_so() -> None:

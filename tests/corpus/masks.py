@@ -449,6 +449,13 @@ def dense_table_transposed(shape: Shape, device: torch.device) -> Mod:
 
 
 @MASKS.add("heads")
+def table_of_pairs_per_head(shape: Shape, device: torch.device) -> Mod:
+    blocks = random_ints(0, 4, shape.Hq, -(-shape.Lq // 16), -(-shape.Lk // 8), seed=5, device=device) == 0
+    allowed = blocks.repeat_interleave(16, 1).repeat_interleave(8, 2)
+    return lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & allowed[h, q_idx, kv_idx]
+
+
+@MASKS.add("heads")
 def live_heads(shape: Shape, device: torch.device) -> Mod:
     head_live = torch.tensor([h % 2 == 1 for h in range(shape.Hq)], device=device)
     return lambda b, h, q_idx, kv_idx: head_live[h] & (q_idx >= kv_idx)

@@ -91,8 +91,25 @@ def test_masks_that_are_intervals_need_no_table(device: torch.device) -> None:
 
 def test_a_table_of_pairs_is_visited_in_full_and_explain_says_why(device: torch.device) -> None:
     attention, inputs = small(MASKS["dense_table_transposed"].build(SHAPE, device)), random_inputs(SHAPE, device)
-    assert attention.block_table(inputs.query, inputs.key) is None
+    attention(*inputs)
+    assert tables_built(attention) == 0
     assert "allowed is read at a query and a key" in attention.lower(*inputs, target="interpret").explain()
+
+
+def test_a_table_of_pairs_is_evaluated_where_a_block_table_is_asked_for(device: torch.device) -> None:
+    live = torch.zeros(2, 96, 96, dtype=torch.bool, device=device)
+    live[0, :40, :40] = live[1, 50:, 30:70] = True  # 3 * 3 blocks of head 0, 3 * 4 of head 1; the rest is empty
+    mask = lambda b, h, q_idx, kv_idx: live[h, q_idx, kv_idx]  # noqa: E731
+    attention, inputs = small(mask), random_inputs(Shape(1, 2, 2, 96, 96), device)
+    table = table_of(attention, inputs)
+    assert table.lists["kv_num_blocks"].sum() == 3 * 3 + 3 * 4
+    out = check_forward(inputs, None, mask, attention=attention)
+    torch.testing.assert_close(attention(*inputs, block_table=table, validate=True), out)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    given, own = (attention(*inputs, block_table=each).square().sum() for each in (table, None))
+    for mine, expected in zip(torch.autograd.grad(given, inputs), torch.autograd.grad(own, inputs), strict=True):
+        torch.testing.assert_close(mine, expected)
 
 
 @pytest.mark.parametrize("lengths", [(17, 1), (31, 37), (40, 97), (97, 40), (64, 64), (131, 67)])

@@ -54,7 +54,8 @@ def derived(
     grid = Grid(SHAPE.Lq, SHAPE.Lk, SHAPE.B, SHAPE.Hq, on_cpu)
     blocks = blocks_of(block_rule(mask), mask.root, grid, Q_SIZE, KV_SIZE)
     blocks.check()
-    sides = (blocks.listed, blocks.full)
+    listed = blocks.full | (blocks.listed & blocks.live) if emitted.plan.drops_empty else blocks.listed
+    sides = (listed, blocks.full)
     return table, *(sides if walked is Axis.KV else (side.transpose(2, 3) for side in sides))
 
 
@@ -84,6 +85,28 @@ def test_lists_hold_what_the_rule_tells(name: str, walked: Axis, device: torch.d
     assert found[1].equal(full)
     sizes = table.sizes
     assert table.capacity == int(table.needed) == int(everything[: sizes.batch, : sizes.heads].sum())
+
+
+@pytest.mark.parametrize("walked", [Axis.KV, Axis.Q], ids=lambda axis: axis.value)
+@pytest.mark.parametrize(
+    ("name", "max_blocks"),
+    [
+        ("dense_table", None),
+        ("dense_table_transposed", None),
+        ("table_of_pairs_per_head", None),
+        ("table_of_pairs_per_head", 45),
+    ],
+)
+def test_blocks_that_the_rule_cannot_tell_from_empty_are_evaluated(
+    name: str, max_blocks: int | None, walked: Axis, device: torch.device
+) -> None:
+    table, everything, full = derived(name, walked, device, max_blocks)
+    found = listed(table, walked.value, everything.shape[3])
+    fits = ~found[0].all(-1) if max_blocks is not None else torch.ones(found[0].shape[:3], dtype=torch.bool)
+    assert fits.any()
+    assert fits.all() == (max_blocks is None)
+    assert found[0][fits].equal(everything[fits])
+    assert found[1][fits].equal(full[fits])
 
 
 def test_rows_that_do_not_fit_list_every_block(device: torch.device) -> None:

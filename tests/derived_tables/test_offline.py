@@ -27,13 +27,17 @@ GUARD = Guard(0, 0, True, True)
         ("dilated_per_head", Axis.KV),
         ("random_blocks", Axis.KV),
         ("strided", Axis.Q),
+        ("table_of_pairs_per_head", Axis.KV),
+        ("table_of_pairs_per_head", Axis.Q),
     ],
 )
 def test_table_kernels_compile_offline(name: str, walked: Axis, target: str) -> None:
     build = pytest.importorskip("flexgen.runtime.build")
     understood = understand(LiveMods(None, MASKS[name].build(SHAPE, torch.device("cpu"))).current().captured)
     kernel = compile_table(understood, TableForm(128, 64, True, derived=True), GUARD, target_named(target), walked)
-    for source in (*kernel.source.summaries.values(), kernel.source.count, kernel.source.fill):
+    drop = [kernel.source.drop] if kernel.source.drop else []
+    assert bool(drop) == (name == "table_of_pairs_per_head")
+    for source in (*kernel.source.summaries.values(), kernel.source.count, kernel.source.fill, *drop):
         module = module_of(source)
         positions = frozenset(at for at, arg in enumerate(source.args) if arg.specialize)
         binary = build.compile_entry(

@@ -88,6 +88,7 @@ def test_float64_in_the_interpreter():
     inputs = random_inputs(Shape(1, 2, 1, 35, 53), device, dtype=torch.float64, v_head_dim=24)
     check_forward(inputs, softcapped, causal)
     check_forward(inputs, mask_mod=lambda b, h, q, k: (q > 5) & (k <= q), scale=0.3)
+    check_forward(inputs, lambda score, b, h, q, k: torch.clamp(score, -0.7, 0.9) * 0.3)
 
 
 @pytest.mark.gpu

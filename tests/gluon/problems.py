@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import flexgen
-from benchmarks.gluon_check import Check, attention_of, aux_of, checks, table_of, tensors_of
+from benchmarks.gluon_cases import Check, attention_of, aux_of, checks, table_of, tensors_of
 from flexgen.lowered import Lowered
 
 Mod = Callable[..., Any] | None

@@ -113,6 +113,18 @@ def test_the_template_follows_head_dim_and_row_length(
     assert all(decision.because for decision in plan.decisions)
 
 
+@pytest.mark.parametrize(("group", "rows"), [(64, 64), (128, 128), (256, 128), (192, 64), (8, 128)])
+def test_a_tile_has_one_range_where_a_table_gives_the_ranges_of_groups_of_rows(group: int, rows: int) -> None:
+    chosen = torch.zeros(64, dtype=torch.int32)
+
+    def up_to_chosen(b, h, q_idx, kv_idx):
+        return kv_idx < chosen[q_idx // group]
+
+    for backend in ("GLUON", "TRITON"):
+        plan = lower(mask_mod=up_to_chosen, head_dim=256, options={"BACKEND": backend}).plan
+        assert (backend, plan.BLOCK_M) == (backend, rows)
+
+
 def test_few_queries_get_one_warpgroup() -> None:
     assert lower(lengths=(64, 4096)).plan.BLOCK_M == 64
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gluon_check import code_digest
+from benchmarks.gluon_verified import code_digest
 from tests.gluon.problems import CHECKS, lowered
 
 VERIFIED = Path(__file__).parents[1] / "gpu_verified.json"

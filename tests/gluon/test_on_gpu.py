@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from benchmarks.gluon_check import checks, supervise
+from benchmarks.gluon_cases import checks
+from benchmarks.gluon_check import supervise
 
 
 @pytest.mark.gpu

@@ -54,6 +54,7 @@ class KernelCase:
     Attributes:
         build: returns (score_mod, mask_mod); or a generator that yields them and then changes what they capture.
         make_table: makes the block mask of mask_mod, where the call brings one.
+        sequences: how many are packed along the length; None where each is an entry of the batch.
         brings: makes the other arguments of the call, for its sizes.
     """
 
@@ -62,7 +63,9 @@ class KernelCase:
     options: Mapping[str, Any]
     aux: flexgen.AuxRequest | None
     make_table: Callable[[Mod], Any] | None
-    brings: Callable[[Sizes], Mapping[str, Any]]
+    dropout_p: float = 0.0
+    sequences: int | None = None
+    brings: Callable[[Sizes], Mapping[str, Any]] = lambda sizes: {}
 
     @property
     def name(self) -> str:
@@ -77,8 +80,17 @@ class KernelCase:
 
     def _lower(self, attention: flexgen.Attention, target: str) -> Lowered:
         table = self.make_table(attention.mask_mod) if self.make_table and attention.mask_mod else None
-        more = self.brings(self.sizes)
-        return attention.lower(*self.sizes.tensors(), return_aux=self.aux, target=target, block_table=table, **more)
+        given = {"return_aux": self.aux, "target": target, "block_table": table, "dropout_p": self.dropout_p}
+        given |= self.brings(self.sizes)
+        return attention.lower(*self.sizes.tensors(), **given, **offsets(self.sequences))
+
+
+def offsets(sequences: int | None) -> dict[str, torch.Tensor]:
+    """Return the offsets of packed sequences as a call takes them, without memory."""
+    if sequences is None:
+        return {}
+    listed = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    return {"cu_seqlens_q": listed, "cu_seqlens_k": listed.clone()}
 
 
 def kernel(
@@ -87,10 +99,12 @@ def kernel(
     options: Mapping[str, Any] = MappingProxyType({}),
     aux: flexgen.AuxRequest | None = None,
     make_table: Callable[[Mod], Any] | None = None,
+    dropout_p: float = 0.0,
+    sequences: int | None = None,
     brings: Callable[[Sizes], Mapping[str, Any]] = lambda sizes: {},
 ) -> Callable[[Callable[[], Any]], KernelCase]:
     """Turn a builder of (score_mod, mask_mod) into the case named after it."""
-    return lambda build: KernelCase(build, sizes, options, aux, make_table, brings)
+    return lambda build: KernelCase(build, sizes, options, aux, make_table, dropout_p, sequences, brings)
 
 
 def key_counts(sizes: Sizes) -> Mapping[str, Any]:
@@ -199,6 +213,18 @@ def derived_block_table():
     return None, document_mask
 
 
+@kernel()
+def evaluated_block_table():
+    tree_id = torch.zeros(1024, dtype=torch.int32)
+    is_ancestor = torch.zeros(1024, 1024, dtype=torch.bool)
+
+    def tree_mask(b, h, q_idx, kv_idx):
+        same_tree = tree_id[q_idx] == tree_id[kv_idx]
+        return same_tree & is_ancestor[q_idx, kv_idx]
+
+    return None, tree_mask
+
+
 # Score mods.
 
 
@@ -246,6 +272,29 @@ def logsumexp_and_maximum():
         return (q_idx >= kv_idx) & (q_idx >= 100)
 
     return None, first_rows_are_empty
+
+
+@kernel(Sizes(B=1, Hq=4, Hkv=2, Lq=4096, Lk=5000), sequences=16, aux=flexgen.AuxRequest(lse=True))
+def packed_sequences():
+    prefix_length = torch.zeros(16, dtype=torch.int32)
+
+    def causal_after_a_prefix(b, h, q_idx, kv_idx):
+        return q_idx + prefix_length[b] >= kv_idx
+
+    return None, causal_after_a_prefix
+
+
+# Dropout.
+
+
+@kernel(dropout_p=0.1)
+def dropout():
+    return None, causal_mask
+
+
+@kernel(Sizes(Hq=16, Hkv=2, Lq=1, Lk=4096), dropout_p=0.1)
+def dropout_of_packed_heads():
+    return None, None
 
 
 # Options.

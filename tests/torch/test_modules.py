@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import io
+import marshal
 import pickle
 import threading
+import types
 
 import pytest
 import torch
@@ -62,12 +66,62 @@ def test_pickles_as_its_module_level_mods():
     assert_same([other(*inputs)], [attention(*inputs)])
 
 
-def test_local_mod_does_not_pickle_and_is_named():
+def _local_mod():
     def local_mod(score, b, h, q_idx, kv_idx):
         return score
 
-    with pytest.raises((AttributeError, pickle.PicklingError), match="local_mod"):
-        pickle.dumps(flexgen.compile(local_mod))
+    return local_mod
+
+
+def _with_slopes(slopes, score, b, h, q_idx, kv_idx):
+    return score + slopes[h]
+
+
+@pytest.mark.parametrize(
+    ("mod", "kind"),
+    [
+        (_local_mod(), "the mod _local_mod.<locals>.local_mod of tests.torch.test_modules cannot be pickled"),
+        (lambda score, b, h, q_idx, kv_idx: score, "it is a lambda"),
+        (functools.partial(_local_mod()), "top level of a module"),
+    ],
+)
+def test_mod_that_has_no_name_to_pickle_by_is_refused_with_a_way_out(mod, kind):
+    attention, inputs = flexgen.compile(mod), _detached()
+    with pytest.raises(flexgen.ModPicklingError, match=kind) as caught:
+        pickle.dumps({"layer": attention})
+    assert isinstance(caught.value, pickle.PicklingError)
+    assert "why:" in str(caught.value) and "state_dict" in str(caught.value)
+    for copied in (copy.copy(attention), copy.deepcopy(attention)):
+        assert_same([copied(*inputs)], [attention(*inputs)])
+
+
+def test_pickles_as_a_partial_and_as_a_method_of_a_module():
+    attention, inputs = flexgen.compile(functools.partial(_with_slopes, torch.randn(2))), _detached()
+    assert_same([pickle.loads(pickle.dumps(attention))(*inputs)], [attention(*inputs)])
+    module = BiasedAttention()
+    other = pickle.loads(pickle.dumps(module))
+    assert other.attention.score_mod.__self__ is other
+    assert_same([other(*inputs)], [module(*inputs)])
+
+
+def test_picklers_that_write_functions_by_value_are_let_through():
+    """Stands in for cloudpickle, which overrides how functions are reduced."""
+
+    class ByValue(pickle.Pickler):
+        def reducer_override(self, value):
+            if isinstance(value, types.FunctionType) and "<locals>" in value.__qualname__:
+                return _restored, (marshal.dumps(value.__code__),)
+            return NotImplemented
+
+    file, attention, inputs = io.BytesIO(), flexgen.compile(_local_mod()), _detached()
+    pickler = ByValue(file)
+    exec("def dump(pickler, value): pickler.dump(value)", namespace := {"__name__": "cloudpickle.cloudpickle"})
+    namespace["dump"](pickler, attention)
+    assert_same([pickle.loads(file.getvalue())(*inputs)], [attention(*inputs)])
+
+
+def _restored(code: bytes):
+    return types.FunctionType(marshal.loads(code), {})
 
 
 def test_eight_threads_call_one_attention_at_once():

@@ -56,11 +56,12 @@ def pointer_type(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A printed argument: its expression, the dtype it is computed in, and whether it is provably >= 0."""
+    """A printed argument: its expression, the dtype it is computed in, whether it is provably >= 0, or a literal."""
 
     expression: Expression
     dtype: torch.dtype
     non_negative: bool
+    is_literal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +140,16 @@ def _floor_division(operator: str, helper: str, float_helper: str) -> Speller:
 def _extremum(name: str) -> Speller:
     def spell(_: Dialect, dtype: torch.dtype, args: list[Operand]) -> Spelled:
         nan = ("propagate_nan=tl.PropagateNan.ALL",) if dtype.is_floating_point else ()
-        return Spelled(call(f"tl.{name}", *(arg.expression for arg in args), *nan))
+        return Spelled(call(f"tl.{name}", *(_in_full(arg, dtype) for arg in args), *nan))
 
     return spell
+
+
+def _in_full(arg: Operand, dtype: torch.dtype) -> Expression:
+    """Return an argument of a function that takes a literal for a float32, where the operation is in float64."""
+    if arg.is_literal and dtype == torch.float64:
+        return call("tl.full", "()", arg.expression, type_name(dtype))
+    return arg.expression
 
 
 def _tanh(dialect: Dialect, dtype: torch.dtype, args: list[Operand]) -> Spelled:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from flexgen.lowering.decision import Decision, Rejected
+from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
 from flexgen.lowering.gluon_hopper.plan import PROGRAM_WARPS, WARPGROUP_ROWS, GluonPlan, Template
 from flexgen.lowering.intervals import Interval
 from flexgen.lowering.rounding import largest_power_of_two_divisor
+from flexgen.lowering.row_groups import rows_of_one_range
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.score_fold import ScoreFold, fold_score
 from flexgen.lowering.triton.choose import (
@@ -182,7 +184,13 @@ def _walk(question: Question) -> str | None:
 
 
 def _offsets(question: Question) -> str | None:
+    if question.problem.cu_seqlens is not None:
+        return "packed sequences (cu_seqlens) begin where no tile of the copy engine does"
     return "the indices have run-time offsets" if question.problem.has_offsets else None
+
+
+def _dropout(question: Question) -> str | None:
+    return "dropout is computed by plain Triton alone" if question.problem.dropout else None
 
 
 def _options(question: Question) -> str | None:
@@ -221,6 +229,7 @@ _CHECKS: tuple[Callable[[Question], str | None], ...] = (
     _lengths,
     _walk,
     _offsets,
+    _dropout,
     _options,
 )
 
@@ -257,6 +266,10 @@ def _first_choice(question: Question) -> tuple[Shape, str]:
         return SHORT_ROWS[head_dim], f"at most {question.guard.q_bucket} queries fill one warpgroup"
     if keys is not None and keys <= SHORT_KEYS[head_dim]:
         return SHORT_ROWS[head_dim], f"a row visits about {keys} keys: small programs waste few of them ({MEASURED})"
+    group = rows_of_one_range(question.schedule)
+    if group is not None and group % LONG_ROWS[head_dim].block_m:
+        because = f"{group} rows have one range of keys, and a larger tile would visit what lies between several"
+        return SHORT_ROWS[head_dim], because
     if head_dim == 64 and question.mods.score is not None:
         because = "at head dim 64 a score_mod keeps the vector units busy, and many small programs share them best"
         return SHORT_ROWS[head_dim], f"{because} ({MEASURED})"
@@ -388,5 +401,5 @@ def live_interval(question: Question) -> Interval | None:
     return way.rows.segments[0].outer if exact and followed else None
 
 
-def decision(plan: GluonPlan, name: str) -> Decision:
+def decision(plan: GluonPlan | GluonBackwardPlan, name: str) -> Decision:
     return next(found for found in plan.decisions if found.name == name)

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from flexgen.lowering.decision import Decision
+from flexgen.lowering.dropout import Draws
+from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
 
 
 class BackwardKernel(enum.Enum):
-    """Which gradients a kernel computes; the value is its entry's name."""
+    """The side that a kernel's programs own; the value is the entry's name of a kernel in plain Triton."""
 
     DQ = "backward_dq"  # a tile of queries walks keys
     DKDV = "backward_dkdv"  # a tile of keys walks queries
@@ -96,12 +98,15 @@ class BackwardPlan:
     FLOAT32_PRECISION: str
     FAST_TANH: bool
     LONG_ROWS_FIRST: bool
+    DROPOUT: Draws
     FOLD_SCALE: bool
     SUBTRACT_FIRST: bool
     kpack: int | None
     matrix_instr_nonkdim: int | None
     waves_per_eu: int | None
     shared_bytes: int
+    SEARCH_WIDTH: int
+    index_map: IndexMap
     schedule: Schedule
     scatter: tuple[ScatterSite, ...]
     accumulation: Accumulation
@@ -128,6 +133,26 @@ class BackwardPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class RowForm:
+    """How the values of rows are written for the kernels that read them.
+
+    Attributes:
+        BASE_2: `row_shift` is multiplied by log2(e).
+        ROW_MULTIPLE: each head's rows begin at a multiple of it, and those after the last query are filled with what
+            gives weights and gradients of 0; 1 for rows without gaps.
+        writes_tail: the logsumexp's tail is written too, as `row_tail`, so that it is in the same places.
+    """
+
+    BASE_2: bool = False
+    ROW_MULTIPLE: int = 1
+    writes_tail: bool = False
+
+
+PLAIN_ROWS = RowForm()
+MOST_ROW_MULTIPLE = 128  # there is room for this one
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaPlan:
     """The plan of the kernel that prepares rows for the others.
 
@@ -135,6 +160,7 @@ class DeltaPlan:
         BLOCK_M: rows of a program.
         V_HEAD_DIM, V_HEAD_DIM_ROUNDED: last dimension of output and its gradient.
         has_grad_logsumexp: the loss depends on the logsumexp.
+        rows: how it writes what it prepares.
         dtype: of output and its gradient.
     """
 
@@ -144,6 +170,7 @@ class DeltaPlan:
     V_HEAD_DIM_ROUNDED: int
     num_warps: int
     has_grad_logsumexp: bool
+    rows: RowForm
     dtype: torch.dtype
     accumulator_dtype: torch.dtype
     unit_stride: frozenset[str]

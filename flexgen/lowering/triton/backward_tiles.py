@@ -9,7 +9,7 @@ import torch
 
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.backward_plan import BackwardKernel
-from flexgen.lowering.triton.tiles import REGISTER_BUDGET, Tile, TileShape, halvings
+from flexgen.lowering.triton.tiles import REGISTER_BUDGET, Tile, TileShape, dropped_bytes, halvings
 
 # The options that hold a kernel's tile: Inductor's names for queries and keys of dK/dV and of dQ.
 TILE_OPTIONS = {
@@ -44,7 +44,8 @@ class BackwardPhysics:
             return max(own_rows, walked_rows) * row_bytes + scores + captured
         if target.matrix_unit == "tcgen05":  # sums leave the matrix unit's memory through shared memory
             sums = own_rows * self._width(shape) * shape.query_bytes
-            return own_rows * row_bytes + tile.num_stages * walked + max(scores, sums) + 2048
+            slack = 2048 + dropped_bytes(tile, shape, target)
+            return own_rows * row_bytes + tile.num_stages * walked + max(scores, sums) + slack
         stages = tile.num_stages if target.matrix_unit == "wgmma" else max(tile.num_stages - 1, 1)
         transposed = walked_rows * row_bytes // 2 if tile.num_stages == 1 else 0
         return own_rows * row_bytes + stages * walked + transposed + scores + 4096

@@ -9,7 +9,7 @@ from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton import choose
-from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, BackwardTask, DeltaPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, BackwardTask, DeltaPlan, RowForm
 from flexgen.lowering.triton.backward_tiles import TILE_OPTIONS, BackwardPhysics, preferred
 from flexgen.lowering.triton.choose import Answers, Question
 from flexgen.lowering.triton.tiles import Tile, TileShape, captured_loads
@@ -32,7 +32,9 @@ def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
     choose.decide_backend(question, answers)
     _task(task, answers)
     choose.decide_head_dims(question, answers)
-    answers.add("index_map", IndexMap(), "gradients of the heads of a group are summed by the program, not packed")
+    index_map = IndexMap(cu_seqlens=question.problem.cu_seqlens)
+    answers.add("index_map", index_map, "gradients of the heads of a group are summed by the program, not packed")
+    choose.decide_sequences(question, answers)
     if question.schedule.walk is Walk.DERIVED:
         question = _tile_with_its_table(question, answers, task)
     else:
@@ -42,6 +44,7 @@ def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
     _scale(question, answers)
     choose.decide_arithmetic(question, answers)
     choose.decide_order(question, answers)
+    choose.decide_dropout(question, answers)
     choose.decide_amd(question, answers)
     fields = choose.plan_fields(question, answers, BackwardPlan)
     return BackwardPlan(**fields | {"kernel": task.kernel, "scatter": task.scatter, "accumulation": task.accumulation})
@@ -65,10 +68,19 @@ def _tile(question: Question, answers: Answers, task: BackwardTask) -> None:
     problem = question.problem
     itemsize = problem.query_dtype.itemsize
     qk, v = answers["QK_HEAD_DIM_ROUNDED"], answers["V_HEAD_DIM_ROUNDED"]
-    shape = TileShape(qk, v, itemsize, itemsize, itemsize, captured_loads(question.mods))
+    shape = TileShape(qk, v, itemsize, itemsize, itemsize, captured_loads(question.mods), drops=problem.dropout)
     first, origin = preferred(problem.query_dtype, max(qk, v), question.target, task.kernel)
     first = _fit_lengths(first, question)
-    choose.settle_tile(question, answers, first, origin, shape, BackwardPhysics(task.kernel, task.kept_tiles))
+    physics = BackwardPhysics(task.kernel, task.kept_tiles + _drawn_tiles(problem, task.kernel))
+    choose.settle_tile(question, answers, first, origin, shape, physics)
+
+
+def _drawn_tiles(problem: Problem, kernel: BackwardKernel) -> int:
+    """Return how many tiles of values it takes to draw what is dropped, and to keep that for both uses in dK/dV.
+
+    Fitted to where kernels compiled offline begin to spill; around a loop over heads more is kept. dQ has room for it.
+    """
+    return 2 + (problem.group > 1) if problem.dropout and kernel is BackwardKernel.DKDV else 0
 
 
 def _tile_with_its_table(question: Question, answers: Answers, task: BackwardTask) -> Question:
@@ -101,7 +113,9 @@ def _scale(question: Question, answers: Answers) -> None:
     answers.add("SUBTRACT_FIRST", extreme is not None, extreme or "scores of moderate size")
 
 
-def choose_delta(problem: Problem, guard: Guard, target: Target, *, has_grad_logsumexp: bool) -> DeltaPlan:
+def choose_delta(
+    problem: Problem, guard: Guard, target: Target, *, has_grad_logsumexp: bool, row_form: RowForm
+) -> DeltaPlan:
     """Decide the plan of the kernel that prepares rows: it only streams, so its tile matters little."""
     rounded = round_up_to_power_of_two(problem.v_head_dim)
     rows = 128 if target.backend == "interpret" else max(16, 8192 // rounded)
@@ -112,6 +126,7 @@ def choose_delta(problem: Problem, guard: Guard, target: Target, *, has_grad_log
         V_HEAD_DIM_ROUNDED=rounded,
         num_warps=4,
         has_grad_logsumexp=has_grad_logsumexp,
+        rows=row_form,
         dtype=problem.query_dtype,
         accumulator_dtype=problem.accumulator_dtype,
         unit_stride=problem.unit_stride,

@@ -9,6 +9,7 @@ from flexgen.lowering.facts import MaskFacts, Tier
 from flexgen.lowering.index_map import PACKED_QUERIES
 from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.symbols import Algebra
+from flexgen.lowering.table_plan import drops_empty
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.tiles import preferred
 from flexgen.options import KernelOptions
@@ -43,7 +44,7 @@ def choose_table(
         trusted: the launch's scalars lie in the ranges that the rule was derived for.
     """
     form = table_form(problem, target, options)
-    refusal = _refusal(facts, rule, guard, form, trusted)
+    refusal = _refusal(facts, rule, problem, guard, form, trusted)
     return TableChoice(None, refusal) if refusal is not None else TableChoice(form, facts.kv.because)
 
 
@@ -54,14 +55,19 @@ def table_form(problem: Problem, target: Target, options: KernelOptions) -> Tabl
     return TableForm(options.BLOCK_M or tile.BLOCK_M, options.BLOCK_N or tile.BLOCK_N, True, derived=True)
 
 
-def _refusal(facts: MaskFacts, rule: BlockRule | None, guard: Guard, form: TableForm, trusted: bool) -> str | None:
+def _refusal(
+    facts: MaskFacts, rule: BlockRule | None, problem: Problem, guard: Guard, form: TableForm, trusted: bool
+) -> str | None:
     if facts.kv.tier not in TABLE_TIERS or rule is None:
         return f"the mask's tier is {facts.kv.tier.value}"
+    if problem.cu_seqlens is not None:
+        return "packed sequences have lengths of their own, and a table has one for all"
     if not trusted:
         return "a captured number is too large for the rule of its blocks"
     if rule.tells_nothing:
         why = rule.unsolved[0].why if rule.unsolved else "no block is known to be empty or full"
-        return f"every block would be listed: {why}"
+        lists = "; attention.block_table evaluates it and lists the live blocks" if drops_empty(rule, form) else ""
+        return f"every block would be listed: {why}{lists}"
     if 0 < guard.q_bucket <= PACKED_QUERIES:
         return f"at most {PACKED_QUERIES} queries are one row of blocks, for which a table costs more than it saves"
     if 0 < guard.kv_bucket <= form.kv_block_size:

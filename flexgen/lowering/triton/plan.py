@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flexgen.lowering.decision import Decision
+from flexgen.lowering.dropout import Draws
 from flexgen.lowering.index_map import IndexMap
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
@@ -35,9 +36,12 @@ class ForwardPlan:
         FLOAT32_PRECISION: input precision of float32 matrix products.
         FAST_TANH: tanh in score_mod by the hardware approximation.
         LONG_ROWS_FIRST: programs of the last queries start first.
+        DROPOUT: how the kernel draws which softmax weights it drops, if any.
         FOLD_SCALE: scale and log2(e) are one multiplier inside the exponential (identity score_mod).
         SUBTRACT_FIRST: the row maximum is subtracted before scaling by log2(e), so that scores of any magnitude
             keep their differences.
+        SEARCH_WIDTH: sequences that a tile compares at a time in the search for its own, where they are packed;
+            else 0.
         query_dtype, key_dtype, value_dtype: element dtypes; the output has the query's.
         accumulator_dtype: dtype of scores, sums and auxiliary outputs.
         unit_stride: tensors whose last dimension has stride 1.
@@ -75,12 +79,14 @@ class ForwardPlan:
     FLOAT32_PRECISION: str
     FAST_TANH: bool
     LONG_ROWS_FIRST: bool
+    DROPOUT: Draws
     FOLD_SCALE: bool
     SUBTRACT_FIRST: bool
     kpack: int | None
     matrix_instr_nonkdim: int | None
     waves_per_eu: int | None
     shared_bytes: int
+    SEARCH_WIDTH: int
     index_map: IndexMap
     schedule: Schedule
     query_dtype: torch.dtype

@@ -64,6 +64,7 @@ class TileShape:
         bulk_copies: keys and values come through the copy engine (USE_TMA).
         splits_operands: each operand is kept in two parts (FLOAT32_PRECISION tf32x3).
         looks_up_pages: the address of keys is read first, so that the pipeline has two steps for each tile of keys.
+        drops: softmax weights are dropped.
     """
 
     qk_rounded: int
@@ -75,11 +76,21 @@ class TileShape:
     bulk_copies: bool = False
     splits_operands: bool = False
     looks_up_pages: bool = False
+    drops: bool = False
 
     @property
     def converts(self) -> bool:
         """Keys and values are stored in another dtype than they are multiplied in."""
         return self.key_bytes != self.query_bytes or self.value_bytes != self.query_bytes
+
+
+def dropped_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
+    """Return the shared memory that says which pairs of a tile are dropped.
+
+    A thread of the older matrix units holds what it draws; newer units lay scores out in another way, so that a byte
+    for each pair passes through shared memory (compiled offline by Triton 3.7).
+    """
+    return tile.BLOCK_M * tile.BLOCK_N if shape.drops and target.matrix_unit == "tcgen05" else 0
 
 
 def shared_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
@@ -102,6 +113,7 @@ def shared_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
     slack += tile.num_stages * 4 * tile.BLOCK_N if shape.looks_up_pages else 0
     if shape.converts:  # one tile at a time
         slack += tile.BLOCK_N * max(shape.qk_rounded, shape.v_rounded) * shape.query_bytes
+    slack += dropped_bytes(tile, shape, target)
     if target.matrix_unit in ("wgmma", "tcgen05") and tile.BLOCK_M >= 64 and shape.query_bytes < 4:
         return query + stages * keys + captured + slack
     if target.matrix_unit == "mfma" and tile.num_stages == 1 and not shape.converts:

@@ -13,6 +13,7 @@ from flexgen.lowering.triton.choose import (
     Question,
     decide_amd,
     decide_arithmetic,
+    decide_dropout,
     decide_head_dims,
     decide_outputs,
     decide_packing,
@@ -49,6 +50,10 @@ def refusal_of(problem: Problem, guard: Guard, options: KernelOptions) -> str | 
         return f"there are more than {PACKED_QUERIES} queries, which fill tiles of their own"
     if problem.table is not None:
         return "a block table is walked row by row of blocks, not split"
+    if problem.cu_seqlens is not None:
+        return "sequences are packed along the length, each with queries of its own"
+    if problem.dropout:
+        return "softmax weights are dropped, by the general kernel alone"
     if problem.has_offsets:
         return "the indices have run-time offsets"
     chosen = [name for name in SELECTING if getattr(options, name)]
@@ -160,6 +165,7 @@ _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     decide_stored,
     _decide_absent,
     decide_arithmetic,
+    decide_dropout,
     decide_outputs,
     decide_amd,
 )

@@ -4,9 +4,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.plan import ForwardPlan
 
 STATISTICS = 4  # elements after a partial row: its maximum and its sum, padded so that rows stay aligned
+
+
+@dataclass(frozen=True, slots=True)
+class CombinePlan:
+    """The plan of the kernel that combines the splits of rows, one row a program.
+
+    Attributes:
+        COMBINE_SPLITS: splits that are combined at a time.
+    """
+
+    target: Target
+    COMBINE_SPLITS: int
+    num_warps: int
+
+    @property
+    def BLOCK_M(self) -> int:
+        """Rows of a program."""
+        return 1
+
+    @property
+    def compile_options(self) -> dict[str, int]:
+        """Return the options Triton's compiler takes besides the source."""
+        return {"num_warps": self.num_warps, "num_stages": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +52,9 @@ class DecodePlan(ForwardPlan):
     combine_warps: int
 
     @property
-    def combine_options(self) -> dict[str, int]:
-        """Return the options Triton's compiler takes for the combining kernel."""
-        return {"num_warps": self.combine_warps, "num_stages": 1}
+    def combining(self) -> CombinePlan:
+        """Return the plan of the combining kernel."""
+        return CombinePlan(self.target, self.COMBINE_SPLITS, self.combine_warps)
 
     @property
     def PARTIAL_WIDTH(self) -> int:

@@ -49,8 +49,11 @@ def accumulate(
     """
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     v_dim = tl.arange(0, V_HEAD_DIM_ROUNDED)
+    # A block's index is read a step ahead: copies of its tiles then wait for nothing but its number.
+    next_block = tl.load(indices_ptr + first, mask=first < last, other=0)
     for tile in tl.range(first, last):
-        q_start = tl.load(indices_ptr + tile) * BLOCK_M
+        q_start = next_block * BLOCK_M
+        next_block = tl.load(indices_ptr + tile + 1, mask=tile + 1 < last, other=0)
         q_idx = q_start + tl.arange(0, BLOCK_M)
         row_exists = q_idx < Q_LEN
         query = tl.load(

@@ -45,8 +45,11 @@ def accumulate(
     """Add to grad_query what key tiles first to last - 1 of a block list contribute."""
     qk_dim = tl.arange(0, QK_HEAD_DIM_ROUNDED)
     v_dim = tl.arange(0, V_HEAD_DIM_ROUNDED)
+    # A block's index is read a step ahead: copies of its tiles then wait for nothing but its number.
+    next_block = tl.load(indices_ptr + first, mask=first < last, other=0)
     for tile in tl.range(first, last):
-        kv_start = tl.load(indices_ptr + tile) * BLOCK_N
+        kv_start = next_block * BLOCK_N
+        next_block = tl.load(indices_ptr + tile + 1, mask=tile + 1 < last, other=0)
         kv_idx = kv_start + tl.arange(0, BLOCK_N)
         column_exists = kv_idx < KV_LEN
         key = tl.load(

@@ -1,0 +1,42 @@
+"""Mods whose indices start elsewhere than at 0, for a call that computes a part of a larger problem."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from flexgen.ir.graph import Graph, Mods, Node, const, input_node, make, topological
+from flexgen.ir.origins import Origin, Origins
+
+
+def shift_indices(mods: Mods, origins: Origins, starts: Mapping[str, int]) -> tuple[Mods, Origins]:
+    """Return the mods as functions of indices that count from 0 where the mods' own count from `starts`.
+
+    Args:
+        starts: by name of an input ("b", "h", "q_idx", "kv_idx"), the index of the mods' that is 0 in the result.
+    """
+    replaced: dict[Node, Node] = {}
+    for name, start in starts.items():
+        if start:
+            own = input_node(name)
+            replaced[own] = make("add", own, const(start, torch.int64), dtype=torch.int64)
+    if not replaced:
+        return mods, origins
+    table: dict[Node, tuple[Origin, ...]] = {}
+    graphs = {graph.kind: _with_replaced(graph, replaced, origins, table) for graph in mods.graphs()}
+    return Mods(graphs.get("score"), graphs.get("mask")), Origins(MappingProxyType(table))
+
+
+def _with_replaced(
+    graph: Graph, replaced: dict[Node, Node], origins: Origins, table: dict[Node, tuple[Origin, ...]]
+) -> Graph:
+    for node in topological(graph.root):
+        if node not in replaced:
+            args = tuple(replaced[arg] for arg in node.args)
+            replaced[node] = node if args == node.args else make(node.op, *args, attr=node.attr, dtype=node.dtype)
+        if origins.of(node):
+            table[replaced[node]] = origins.of(node)
+    return dataclasses.replace(graph, root=replaced[graph.root])

@@ -1,0 +1,49 @@
+"""A kernel to compile, as a value that passes between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flexgen.codegen.source import KernelSource
+from flexgen.lowering.targets import Target
+from flexgen.runtime.kernel import module_of
+
+if TYPE_CHECKING:
+    from flexgen.runtime.build import Binary
+
+
+@dataclass(frozen=True, slots=True)
+class CompileJob:
+    """What compiling takes.
+
+    Attributes:
+        options: of Triton's compiler, num_warps and num_stages among them.
+        divisible: positions of arguments that are multiples of 16.
+    """
+
+    source: KernelSource
+    target: Target
+    options: tuple[tuple[str, int], ...]
+    divisible: frozenset[int]
+
+    def run(self) -> Binary:
+        """Compile, through Triton's cache on disk.
+
+        Raises:
+            KernelCompileError: Triton or the assembler refused the kernel.
+        """
+        from flexgen.runtime.build import compile_entry  # triton is absent on some systems
+
+        options = dict(self.options)
+        return compile_entry(
+            module_of(self.source),
+            self.source.entry,
+            self.source.args,
+            self.target,
+            num_warps=options.pop("num_warps"),
+            num_stages=options.pop("num_stages"),
+            extra_options=options,
+            divisible=self.divisible,
+            line_map=self.source.line_map,
+        )

@@ -1,0 +1,1 @@
+"""Packed sequences: cu_seqlens and nested tensors."""
