@@ -244,10 +244,12 @@ class Attention:
         """Return the attention with the options that are fastest for a call, which are searched the first time."""
         tensors = (query, key, value)
         refuse_autotune(*tensors)
-        check_tensors(*tensors, self.options.layout)
+        check_tensors(*tensors, self.options.layout, paged="page_table" in given)
         backward = grad_is_needed(*tensors, self._read(*tensors).buffers)
         forms = [
-            table_form(it) if name == "block_table" else tensor_form(it) for name, it in given.items() if it is not None
+            table_form(it) if name == "block_table" else _side_form(name, it)
+            for name, it in given.items()
+            if it is not None
         ]
         key_of_call = (query.device, backward, *forms, *((t.dtype, t.shape, t.stride()) for t in tensors))
         tuned = self._tuned.get(key_of_call)

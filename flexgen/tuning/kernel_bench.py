@@ -15,6 +15,7 @@ from flexgen.errors import FlexgenError
 from flexgen.lowered import Lowered
 from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan
 from flexgen.lowering.plans import RowPlan
+from flexgen.lowering.triton_decode.plan import DecodePlan
 from flexgen.runtime.apart import MOST_APART, apart
 from flexgen.runtime.compile_job import CompileJob
 from flexgen.runtime.timed_call import Tensors, timed_call
@@ -66,16 +67,18 @@ class KernelBench:
         return self._lowered[key]
 
     def lower(self, settings: Settings) -> str:
-        """Lower, and return a digest of the emitted kernels and of how they are compiled."""
+        """Lower, and return a digest of the emitted kernels and of how they are compiled and launched."""
         try:
             lowered = self.lowered(settings)
         except FlexgenError as error:
             raise Pruned(error.what) from error
+        plan = lowered.plan
         if settings and (why := why_pruned(lowered, self._direction)):
             raise Pruned(why)
         jobs = self._jobs(settings)
         # The header's reasons differ from setting to setting: what is executed is what counts.
         texts = [f"{_code(job.source.text)}\0{job.options}" for job in jobs]
+        texts += [f"splits {plan.SPLIT_KV}"] if isinstance(plan, DecodePlan) else []
         return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
     def _jobs(self, settings: Settings) -> list[CompileJob]:
