@@ -145,9 +145,13 @@ class Kernel:
         """Return a launch with what the kernel itself decides about it."""
         return launch
 
+    def step(self, launch: Launch) -> Step:
+        """Return what a launch of this kernel alone runs."""
+        return Step(self.args, self.grid(launch), self.execute)
+
     def steps(self, launch: Launch) -> tuple[Step, ...]:
         """Return the kernels that a settled launch runs, in order."""
-        return (Step(self.args, self.grid(launch), self.execute),)
+        return (self.step(launch),)
 
     def warm(self, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> None:
         """Compile what launches of other sizes will need; `outputs` may have no memory."""

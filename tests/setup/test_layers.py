@@ -33,6 +33,7 @@ LAYERS = (
         "explain_work",
         "lowered",
         "pickling",
+        "prepared_backward",
         "pipeline",
         "torch_library",
         "sinks",
