@@ -284,6 +284,20 @@ class Attention:
         made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
         return made
 
+    def of_the_same_code(self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None) -> Attention:
+        """Return an attention of other mods, which shares all that was captured, compiled and prepared.
+
+        Args:
+            score_mod, mask_mod: usually fresh closures of the code of this one's; others are captured anew.
+        """
+        made = object.__new__(Attention)
+        vars(made).update(vars(self))
+        made.score_mod, made.mask_mod = score_mod, mask_mod
+        made._mods = self._mods.of_the_same_code(score_mod, mask_mod)
+        made._forms = OperatorForms(made._mods, made.options)
+        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
+        return made
+
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
         output, lse = outputs["output"], outputs["logsumexp"]
         check_sinks(sinks, output, lse.shape[1])

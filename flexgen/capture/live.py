@@ -150,6 +150,12 @@ class LiveMods:
             fix="read it once outside of the mod, and capture the value",
         )
 
+    def of_the_same_code(self, score_mod: Mod | None, mask_mod: Mod | None) -> LiveMods:
+        """Return other mods that try these ones' captures first, and continue what was seen of numbers."""
+        made = LiveMods(score_mod, mask_mod, self._numbers)
+        made._variants = self._variants
+        return made
+
     def reader(self, captured: Captured) -> Reader:
         """Return how to read a current capture's values in Python that can itself be traced."""
         variant = next(variant for variant in self._variants if variant.captured is captured)

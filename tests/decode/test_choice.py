@@ -75,8 +75,19 @@ class TestNumberOfSplits:
         assert self.count(meta(8, 32, 8, 1, 32768)) == 4
         assert self.count(meta(1, 32, 8, 1, 131072)) == 33
 
-    def test_is_one_where_programs_already_fill_it(self):
-        assert self.count(meta(32, 16, 16, 1, 8192)) == 1
+    def test_is_one_where_programs_fill_it_to_the_end(self):
+        assert self.count(meta(24, 16, 16, 1, 8192)) == 1  # 384 programs, of which 396 run at once
+
+    @pytest.mark.parametrize("batch", [17, 25, 26, 32, 40, 100, 250])
+    def test_leaves_no_last_wave_of_a_few_programs(self, batch):
+        tensors = meta(batch, 16, 16, 1, 65536)
+        plan, programs = plan_of(tensors), batch * 16
+        slots = plan.held * 132
+        assert slots == 396
+        splits = self.count(tensors)
+        idle = {count: max(0, 198 - ((programs * count - 1) % slots + 1)) / (programs * count) for count in range(1, 9)}
+        assert idle[splits] <= 0.05 or idle[splits] == min(idle.values())
+        assert all(idle[count] > 0.02 for count in range(1, splits))
 
     def test_leaves_each_split_a_few_tiles(self):
         assert self.count(meta(1, 8, 1, 1, 256)) == 2
