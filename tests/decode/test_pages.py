@@ -87,6 +87,13 @@ def test_pages_of_any_size(page_size, queries, options, device):
     check(paged_inputs(page_size, queries, device), sinks_and_window, options)
 
 
+@pytest.mark.parametrize("page_size", range(16, 273, 32))
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("queries", [3, 20])
+def test_any_multiple_of_16_in_both_layouts(page_size, layout, queries, device):
+    check(paged_inputs(page_size, queries, device), sinks_and_window, {"layout": layout})
+
+
 @pytest.mark.parametrize("queries", [1, 40])
 @pytest.mark.parametrize("mask", [None, every_third])
 def test_masks_see_positions_in_the_sequence(queries, mask, device):
