@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
+from flexgen.aux_outputs import NO_AUX, AuxRequest, aux_output, read_aux_request
 from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.dropout import read_dropout, read_probability
@@ -575,7 +575,7 @@ class Attention:
         sides: Mapping[str, Any],
     ) -> Prepared | None:
         """Return the launch that was prepared for a call that brings nothing else, if it was."""
-        return self._prepared.get(self._form(reading, query, key, value, Extras(scale, sides=sides)))
+        return self._prepared.get(self._form(reading, query, key, value, Extras(scale, NO_AUX, sides=sides)))
 
     def _scalar_form(self, reading: Reading, query: torch.Tensor, key: torch.Tensor) -> Hashable:
         """Return what a kernel's choice depends on in captured numbers: size classes, and whether a proof holds."""

@@ -30,8 +30,8 @@ class Extras:
             "k_scale", "v_scale", a number or [Hkv] float32, what keys and values are multiplied by.
     """
 
-    scale: float | None = None
-    aux: AuxRequest = NO_AUX
+    scale: float | None
+    aux: AuxRequest  # without a default, which torch.compile of torch 2.11 could not wrap
     block_table: Any = None
     packing: Packing | None = None
     validate: bool = False
@@ -60,4 +60,4 @@ def given_sides(kv_lengths: Any, page_table: Any, k_scale: Any, v_scale: Any) ->
     return sides
 
 
-NO_EXTRAS = Extras()
+NO_EXTRAS = Extras(None, NO_AUX)
