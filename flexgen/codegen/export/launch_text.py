@@ -1,0 +1,94 @@
+"""The text of a kernel's launch in a stand-alone module: its parameters' types, its grid, its arguments in groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from flexgen.codegen.export.names import HostNames
+from flexgen.codegen.source import Arg, Role
+
+_ANNOTATIONS = {"i32": "tl.int32", "i64": "tl.int64", "fp32": "tl.float32", "fp64": "tl.float64"}
+_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchText:
+    """One launch.
+
+    Attributes:
+        kernel: the kernel's name.
+        grid: the expression of how many programs run.
+        lines: arguments, some to a line, and the compiler's options.
+    """
+
+    kernel: str
+    grid: str
+    lines: tuple[str, ...]
+
+
+def launch_text(
+    kernel: str, grid: str, args: Sequence[Arg], names: HostNames, options: Mapping[str, int]
+) -> LaunchText:
+    """Return the launch of a kernel: what belongs to one tensor stands on one line."""
+    lines = [", ".join(group) + "," for group in _groups(args, names)]
+    lines.append(", ".join(f"{name}={value}" for name, value in options.items()) + ",")
+    return LaunchText(kernel, grid, tuple(lines))
+
+
+def _groups(args: Sequence[Arg], names: HostNames) -> Iterator[list[str]]:
+    line: list[str] = []
+    topic: object = None
+    for arg in args:
+        value, about = names.value(arg), _topic(arg)
+        if line and (about != topic or len(", ".join([*line, value])) > _WIDTH):
+            yield line
+            line = []
+        line.append(value)
+        topic = about
+    yield line
+
+
+def _topic(arg: Arg) -> object:
+    """What an argument is about: pointers to a call's tensors stand together, and so does all of one captured tensor."""
+    match arg.role:
+        case Role.TENSOR | Role.TABLE | Role.LENGTH | Role.SCALAR | Role.SCALE:
+            return arg.role
+        case Role.BUFFER | Role.BUFFER_STRIDE | Role.BUFFER_SIZE:
+            return "buffer", arg.of
+        case Role.BUFFER_GRAD | Role.BUFFER_GRAD_STRIDE:
+            return "gradient", arg.of
+        case Role.TABLE_STRIDE | Role.TABLE_SIZE:
+            return "table"
+    return arg.role, arg.of
+
+
+def typed_kernel(text: str, kernel: str, args: Sequence[Arg]) -> str:
+    """Return a kernel's text, decorated and annotated so that a plain launch compiles it once.
+
+    Triton would compile again for a length of 1 or a multiple of 16, and take a Python float for float32 where the
+    kernel's arithmetic is wider.
+    """
+    plain = [arg.name for arg in args if not arg.specialize]
+    listed = ", ".join(f'"{name}"' for name in plain)
+    head = f"@triton.jit(do_not_specialize=[{listed}])" if plain else "@triton.jit"
+    if len(head) > _WIDTH:
+        head = "\n".join(["@triton.jit(", "    do_not_specialize=[", *_filled(plain), "    ],", ")"])
+    text = text.replace("@triton.jit\n", f"{head}\n", 1)
+    for arg in args:
+        if arg.role in (Role.SCALAR, Role.SCALE):
+            annotated = f"{arg.name}: {_ANNOTATIONS[arg.type]}"
+            text = re.sub(rf"(?<=[\s,(]){re.escape(arg.name)}(?=,)", annotated, text, count=1)
+    return text
+
+
+def _filled(names: Sequence[str]) -> Iterator[str]:
+    line = ""
+    for name in names:
+        piece = f'"{name}",'
+        if line and len(line) + len(piece) + 1 > _WIDTH - 8:
+            yield f"        {line}"
+            line = ""
+        line = f"{line} {piece}" if line else piece
+    yield f"        {line}"

@@ -1,0 +1,473 @@
+"""Emits a stand-alone module of one configuration: its kernels, their launches, and checks of what they rely on."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flexgen.codegen.block_table_emit import TableSource
+from flexgen.codegen.export.conditions import condition_text
+from flexgen.codegen.export.launch_text import LaunchText, launch_text, typed_kernel
+from flexgen.codegen.export.merge import Module, Section, docstring, merge
+from flexgen.codegen.export.names import HostNames
+from flexgen.codegen.header import row
+from flexgen.codegen.render import render
+from flexgen.codegen.source import Arg, KernelSource, Role
+from flexgen.errors import UnsupportedProblemError
+from flexgen.ir.graph import Axis, Buffer, Mods, Node
+from flexgen.lowering.schedule import Walk
+from flexgen.lowering.table_plan import TablePlan
+from flexgen.lowering.triton.backward_plan import Accumulation, BackwardKernel, BackwardPlan, DeltaPlan
+from flexgen.lowering.triton.plan import ForwardPlan
+
+_TORCH_OF = {"*i32": "torch.int32", "*i64": "torch.int64", "*fp32": "torch.float32", "*fp64": "torch.float64"}
+_INPUTS = ("query", "key", "value")
+_HARDWARE_ONLY = ("inline_asm", "libdevice")  # what Triton's interpreter lacks
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The kernels that derive a block table, and their plan."""
+
+    source: TableSource
+    plan: TablePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A backward kernel, and the kernels of the table it walks, if it does."""
+
+    source: KernelSource
+    plan: BackwardPlan
+    table: Table | None
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward kernels.
+
+    Attributes:
+        delta, passes: in the order in which they run.
+        inputs, buffers: which gradients they compute: of query, key and value, and of captured tensors by name.
+    """
+
+    delta: tuple[KernelSource, DeltaPlan]
+    passes: tuple[Pass, ...]
+    inputs: frozenset[str]
+    buffers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What a stand-alone module is made from.
+
+    Attributes:
+        how: the command or call that makes it, for the header.
+        layout: "bhsd" or "bshd", of query, key, value and output.
+        mods: simplified.
+        forward, plan: the forward kernel.
+        table: the kernels of the table that it walks, if it does.
+        backward: None for the forward alone.
+        assumptions: what the plans' proofs ask of lengths and captured numbers.
+        returns_logsumexp: `attention` returns it beside the output.
+    """
+
+    how: str
+    version: str
+    layout: str
+    mods: Mods
+    forward: KernelSource
+    plan: ForwardPlan
+    table: Table | None
+    backward: Backward | None
+    assumptions: tuple[Node, ...]
+    returns_logsumexp: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TableText:
+    """The host function that derives a table.
+
+    Attributes:
+        function: its name.
+        own, walked: "q" or "kv": whose blocks have a list each, and whose are listed.
+        own_blocks, walked_blocks: expressions of how many there are.
+        by_batch, by_head: the lists differ between batches, between heads.
+        summaries: launches that reduce what depends on one axis, with the tensors they fill.
+    """
+
+    function: str
+    own: str
+    walked: str
+    own_blocks: str
+    walked_blocks: str
+    by_batch: bool
+    by_head: bool
+    summaries: tuple[SummaryText, ...]
+    count: LaunchText
+    fill: LaunchText
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryText:
+    """The extremes of one axis: (name, dtype) of each tensor, their shape, and the kernel that fills them."""
+
+    tensors: tuple[tuple[str, str], ...]
+    shape: str
+    launch: LaunchText
+
+
+@dataclass(frozen=True, slots=True)
+class PassText:
+    """One backward kernel's launch, the table that it walks, if it does, and whether no launch before derived that."""
+
+    launch: LaunchText
+    table: TableText | None = None
+    derives: bool = False
+
+
+def emit_module(exported: Exported) -> str:
+    """Return the text of a stand-alone module.
+
+    Raises:
+        UnsupportedProblemError: the kernels need what plain launches do not give.
+    """
+    _refuse(exported)
+    return _ModuleText(exported).text()
+
+
+def _refuse(exported: Exported) -> None:
+    if exported.plan.schedule.walk is Walk.TABLE:
+        raise UnsupportedProblemError(
+            "a kernel that walks a block mask's lists cannot be exported",
+            why="a stand-alone module has no block mask to read the lists from",
+            fix="export the mask_mod without the block mask: its bounds are proved, or its table derived",
+        )
+    passes = exported.backward.passes if exported.backward else ()
+    if any(one.plan.accumulation is not Accumulation.FLOAT for one in passes):
+        raise UnsupportedProblemError(
+            "deterministic gradients of captured tensors cannot be exported",
+            why="they take two more passes and sums in fixed point, which a stand-alone module does not have",
+            fix="export outside of torch.use_deterministic_algorithms(True), or run through flexgen.compile",
+        )
+
+
+class _ModuleText:
+    """Computes the holes of the module's template."""
+
+    def __init__(self, exported: Exported) -> None:
+        self.exported, self.plan, self.backward = exported, exported.plan, exported.backward
+        self.tables = self._own_tables()
+        self.merged = merge(self._modules())
+        written = {word for section in self._texts() for word in re.findall(r"\w+", section)}
+        self.names = HostNames.of(exported.mods, written - {b.name for b in exported.mods.buffers})
+        self.sections = {section.module.prefix: section for section in self.merged.sections}
+
+    def text(self) -> str:
+        exported, plan = self.exported, self.plan
+        return render(
+            "export/module.py.jinja",
+            summary=self._summary(),
+            exported=exported,
+            rows=self._rows(),
+            merged=self.merged,
+            sections=[self._section(section) for section in self.merged.sections],
+            plan=plan,
+            dtype=str(plan.query_dtype),
+            accumulator=str(plan.accumulator_dtype),
+            capability=self._capability(),
+            hardware_only=any(name in text for text in self._texts() for name in _HARDWARE_ONLY),
+            multiples=self._multiples(),
+            conditions=[condition_text(node, self.names) for node in exported.assumptions],
+            small_scalars=self._small_scalars(),
+            buffers=[self._captured(buffer) for buffer in exported.mods.buffers],
+            captured=list(self.names.captured),
+            names=self.names,
+            has_scale=plan.SM_SCALE is None,
+            forward=self._forward(),
+            tables=[self._table(prefix, table) for prefix, table in self.tables.items()],
+            table_of_forward=self._table("table", exported.table) if exported.table else None,
+            delta=self._delta(),
+            passes=self._passes(),
+            undifferentiable=self._undifferentiable(),
+            rows_checked=_pairs(name for name in _INPUTS if name in plan.unit_stride),
+            spans_checked=_pairs(name for name in _INPUTS if name not in plan.wide),
+            unwritten=self._unwritten(),
+            returns_logsumexp=exported.returns_logsumexp,
+            shapes=self._shapes(),
+            **self._autograd(),
+        )
+
+    def _autograd(self) -> dict[str, Sequence[str]]:
+        """Return what passes between the forward and the backward."""
+        forward = [arg.of for arg in self.exported.forward.args if arg.role is Role.TENSOR]
+        outputs = [name for name in ("output", "logsumexp", "logsumexp_tail") if name in forward]
+        numbers = ["scale"] * (self.plan.SM_SCALE is None) + list(self.names.scalars.values())
+        tensors = ["query", "key", "value", *self.names.buffers.values()]
+        wanted = self.backward.buffers if self.backward else frozenset[str]()
+        grads = ["grad_output", *["grad_logsumexp"] * self.exported.returns_logsumexp]
+        return {
+            "forward_outputs": outputs,
+            "numbers": numbers,
+            "saved": [*tensors, *outputs],
+            "arguments": [*tensors[:3], *["scale"] * (self.plan.SM_SCALE is None), *self.names.captured],
+            "differentiated": [name for own, name in self.names.buffers.items() if own in wanted],
+            "backward_params": [*tensors, *outputs, *numbers, *grads],
+        }
+
+    def _shapes(self) -> dict[str, tuple[str, ...]]:
+        """Return the sizes B, H, L, D of each input's gradient."""
+        qk, v = str(self.plan.QK_HEAD_DIM), str(self.plan.V_HEAD_DIM)
+        return {
+            "query": ("batch", "q_heads", "q_len", qk),
+            "key": ("batch", "kv_heads", "kv_len", qk),
+            "value": ("batch", "kv_heads", "kv_len", v),
+        }
+
+    # What stands in the module.
+
+    def _own_tables(self) -> dict[str, Table]:
+        """Tables by the prefix of their names; a backward kernel may share the forward's."""
+        found: dict[str, Table] = {"table": self.exported.table} if self.exported.table else {}
+        for one in self.backward.passes if self.backward else ():
+            if one.table and all(one.table.source.text != known.source.text for known in found.values()):
+                found[f"{_short(one.plan)}_table"] = one.table
+        return found
+
+    def _modules(self) -> list[Module]:
+        found = [Module("forward", self.exported.forward.text, ("forward",))]
+        if self.backward:
+            if self.backward.passes:
+                found.append(Module("delta", self.backward.delta[0].text, ("backward_delta",)))
+            found += [Module(_short(p.plan), p.source.text, (p.source.entry,)) for p in self.backward.passes]
+        return found + [Module(prefix, table.source.text, ()) for prefix, table in self.tables.items()]
+
+    def _texts(self) -> Iterable[str]:
+        yield from (*self.merged.constants, *self.merged.functions)
+        for section in self.merged.sections:
+            yield from (*section.constants, *section.functions)
+
+    def _section(self, section: Section) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+        """Return a section's comment, template variables and functions, its kernels typed for a plain launch."""
+        functions = list(section.functions)
+        for name, args in self._kernels(section.module.prefix):
+            at = next(at for at, text in enumerate(functions) if f"def {name}(" in text)
+            functions[at] = typed_kernel(functions[at], name, args)
+        return _comment(section.module), section.constants, tuple(functions)
+
+    def _kernels(self, prefix: str) -> list[tuple[str, tuple[Arg, ...]]]:
+        """Return the kernels of a section, by their names in the module."""
+        if prefix in self.tables:
+            source = self.tables[prefix].source
+            found = [*source.summaries.values(), source.count, source.fill]
+            return [(self.sections[prefix].names[kernel.entry], kernel.args) for kernel in found]
+        if prefix == "forward":
+            return [("forward", self.exported.forward.args)]
+        assert self.backward is not None
+        if prefix == "delta":
+            return [("backward_delta", self.backward.delta[0].args)]
+        return [(p.source.entry, p.source.args) for p in self.backward.passes if _short(p.plan) == prefix]
+
+    # The header.
+
+    def _summary(self) -> str:
+        return "forward and backward" if self.backward else "forward"
+
+    def _rows(self) -> str:
+        mods, plan = self.exported.mods, self.plan
+        tensors = f"{str(plan.query_dtype).removeprefix('torch.')}, head dim {plan.QK_HEAD_DIM}"
+        tensors += f" and {plan.V_HEAD_DIM} of values" if plan.V_HEAD_DIM != plan.QK_HEAD_DIM else ""
+        group = plan.GQA_SHARED_HEADS
+        tensors += f", {group} query heads for each key head" if group > 1 else ", as many key as query heads"
+        return "\n".join(
+            row(label, text)
+            for label, text in (
+                ("score_mod", mods.score.name if mods.score else "none: softmax of scaled products"),
+                ("mask_mod", mods.mask.name if mods.mask else "none: every key is live"),
+                ("target", plan.target.name),
+                ("tensors", tensors),
+                ("lengths", self._lengths_text()),
+            )
+        )
+
+    def _lengths_text(self) -> str:
+        q, kv = self._multiples()
+        parts = [f"queries in multiples of {q}"] * (q > 1) + [f"keys in multiples of {kv}"] * (kv > 1)
+        parts += [condition_text(node, self.names).holds for node in self.exported.assumptions]
+        return ", ".join(parts) or "any"
+
+    # Checks.
+
+    def _capability(self) -> tuple[int, int] | str | None:
+        """Return what the device has to be: a compute capability, an architecture, or anything."""
+        target = self.plan.target
+        if target.backend == "cuda":
+            return divmod(int(target.arch), 10)
+        return str(target.arch) if target.backend == "hip" else None
+
+    def _multiples(self) -> tuple[int, int]:
+        """Return what the lengths of queries and keys are multiples of."""
+        passes = [p.plan for p in self.backward.passes] if self.backward else []
+        plans = [plan for plan in (self.plan, *passes) if plan.IS_DIVISIBLE]
+        return math.lcm(1, *(plan.BLOCK_M for plan in plans)), math.lcm(1, *(plan.BLOCK_N for plan in plans))
+
+    def _small_scalars(self) -> list[tuple[str, int]]:
+        """Captured whole numbers and the exponent of two below which the kernels take them to be."""
+        whole = [scalar for scalar in self.exported.mods.scalars if not scalar.dtype.is_floating_point]
+        return [(self.names.scalars[scalar.name], 47 if scalar.name in self.plan.wide else 29) for scalar in whole]
+
+    def _captured(self, buffer: Buffer) -> tuple[str, int, str, str, str, bool]:
+        """Return name, rank, dtype, strides and sizes that are relied on, and whether offsets fit 32 bits."""
+        strides = ["None" if stride == "*" else stride for stride in buffer.strides]
+        sizes = [str(size) for size in buffer.sizes]
+        return (
+            self.names.buffers[buffer.name],
+            buffer.rank,
+            str(buffer.dtype),
+            _tuple_text(strides),
+            _tuple_text(sizes),
+            buffer.name not in self.plan.wide,
+        )
+
+    def _undifferentiable(self) -> list[str]:
+        """Names of tensors that may require grad, and whose gradient the module does not compute."""
+        floating = [buffer.name for buffer in self.exported.mods.buffers if buffer.dtype.is_floating_point]
+        inputs = self.backward.inputs if self.backward else frozenset[str]()
+        buffers = self.backward.buffers if self.backward else frozenset[str]()
+        missing = [name for name in _INPUTS if name not in inputs]
+        return missing + [self.names.buffers[name] for name in floating if name not in buffers]
+
+    # Launches.
+
+    def _forward(self) -> LaunchText:
+        plan = self.plan
+        block = f"{self._name('forward', 'BLOCK_M')}.value"
+        if plan.index_map.packs:
+            grid = f"triton.cdiv(q_len * {plan.GQA_SHARED_HEADS}, {block}) * batch * kv_heads"
+        else:
+            grid = f"triton.cdiv(q_len, {block}) * batch * q_heads"
+        return launch_text("forward", grid, self.exported.forward.args, self.names, plan.compile_options)
+
+    def _delta(self) -> LaunchText | None:
+        if not self.backward or not self.backward.passes:
+            return None
+        source, plan = self.backward.delta
+        grid = f"triton.cdiv(q_len, {self._name('delta', 'BLOCK_M')}.value) * batch * q_heads"
+        return launch_text(source.entry, grid, source.args, self.names, plan.compile_options)
+
+    def _passes(self) -> list[PassText]:
+        found: list[PassText] = []
+        for one in self.backward.passes if self.backward else ():
+            text = self._pass(one)
+            derived = any(before.table == text.table for before in found)
+            found.append(PassText(text.launch, text.table, not derived))
+        return found
+
+    def _pass(self, one: Pass) -> PassText:
+        plan, prefix = one.plan, _short(one.plan)
+        if plan.kernel is BackwardKernel.DKDV:
+            grid = f"triton.cdiv(kv_len, {self._name(prefix, 'BLOCK_N')}.value) * batch * kv_heads"
+        else:
+            grid = f"triton.cdiv(q_len, {self._name(prefix, 'BLOCK_M')}.value) * batch * q_heads"
+        launch = launch_text(one.source.entry, grid, one.source.args, self.names, plan.compile_options)
+        if one.table is None:
+            return PassText(launch)
+        text = one.table.source.text
+        found = next(p for p, table in self.tables.items() if table.source.text == text)
+        return PassText(launch, self._table(found, one.table))
+
+    def _unwritten(self) -> list[str]:
+        """Inputs whose gradient is wanted and that no kernel writes: it is 0."""
+        if not self.backward:
+            return []
+        flags = {
+            name: any(getattr(one.plan, f"WRITE_GRAD_{name.upper()}") for one in self.backward.passes)
+            for name in _INPUTS
+        }
+        return [name for name in flags if name in self.backward.inputs and not flags[name]]
+
+    def _name(self, prefix: str, name: str) -> str:
+        return self.sections[prefix].names[name]
+
+    # Tables.
+
+    def _table(self, prefix: str, table: Table) -> TableText:
+        plan, source = table.plan, table.source
+        own, walked = ("q", "kv") if plan.walked is Axis.KV else ("kv", "q")
+        options = {"num_warps": plan.num_warps, "num_stages": 1}
+
+        def launch(kernel: KernelSource, grid: str) -> LaunchText:
+            return launch_text(self._name(prefix, kernel.entry), grid, kernel.args, self.names, options)
+
+        rows = "rows, mask_heads, mask_batch"
+        return TableText(
+            function=f"derive_{prefix}",
+            own=own,
+            walked=walked,
+            own_blocks=self._block_count(prefix, own),
+            walked_blocks=self._block_count(prefix, walked),
+            by_batch=Axis.B in plan.rule.axes,
+            by_head=Axis.H in plan.rule.axes,
+            summaries=tuple(
+                SummaryText(
+                    tuple((arg.of, _TORCH_OF[arg.type]) for arg in kernel.args if arg.role is Role.TABLE),
+                    self._summary_shape(axis, plan, own),
+                    launch(kernel, ", ".join(reversed(self._summary_shape(axis, plan, own).split(", ")))),
+                )
+                for axis, kernel in source.summaries.items()
+            ),
+            count=launch(source.count, rows),
+            fill=launch(source.fill, rows),
+        )
+
+    def _block_count(self, prefix: str, axis: str) -> str:
+        return f"triton.cdiv({axis}_len, {self._name(prefix, f'SPARSE_{axis.upper()}_BLOCK_SIZE')}.value)"
+
+    @staticmethod
+    def _summary_shape(axis: str, plan: TablePlan, own: str) -> str:
+        axes = frozenset[Axis]().union(*(leaf.node.axes for leaf in plan.rule.leaves_of(Axis(axis))))
+        batch, heads = "mask_batch" if Axis.B in axes else "1", "mask_heads" if Axis.H in axes else "1"
+        return f"{batch}, {heads}, {'rows' if axis == own else 'columns'}"
+
+
+def _short(plan: BackwardPlan) -> str:
+    return plan.kernel.value.removeprefix("backward_")
+
+
+def _pairs(names: Iterable[str]) -> str:
+    """Return the inside of a tuple of (name, tensor) pairs."""
+    pairs = [f'("{name}", {name})' for name in names]
+    return ", ".join(pairs) + ("," if len(pairs) == 1 else "")
+
+
+def _tuple_text(items: Sequence[str]) -> str:
+    return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
+
+
+_TITLES = {
+    "forward": "The forward kernel.",
+    "delta": "The backward kernels: what each row needs.",
+    "dq": "The backward kernels: dQ.",
+    "dkdv": "The backward kernels: dK and dV.",
+    "table": "The block table: which blocks each row of blocks visits.",
+    "dq_table": "The block table of the dQ kernel.",
+    "dkdv_table": "The block table of the dK and dV kernel.",
+}
+
+
+def _comment(module: Module) -> str:
+    """Return the comment above a section: its title, and what its own docstring said of its plan."""
+    body = docstring(module).split("\n\n", 1)
+    kept: list[str] = []
+    skipping = False
+    for line in body[1].splitlines() if len(body) > 1 else ():
+        skipping = line.startswith(("score_mod ", "mask_mod ")) or (skipping and line.startswith(" "))
+        kept += [] if skipping else [line]
+    return "\n".join(f"# {line}".rstrip() for line in [_TITLES[module.prefix], *([""] if kept else []), *kept])
+
+
+
