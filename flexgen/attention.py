@@ -16,6 +16,7 @@ from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.dropout import read_dropout, read_probability
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.export import export_module, plain_options
 from flexgen.extras import NO_EXTRAS, Extras
 from flexgen.ir.graph import Axis
 from flexgen.jagged import is_nested, read_jagged
@@ -397,6 +398,38 @@ class Attention:
         table = compile_table(call.understood, form, call.guard, chip, Axis.KV) if form else None
         backward = self._training.lower(_basis(call, chip), call.launch, loss_reads_lse) if trains else None
         return Lowered(call.understood, forward, divisible_positions(forward.source.args, values), table, backward)
+
+    def export(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None = None,
+        return_aux: AuxRequest | None = None,
+        *,
+        target: str | None = None,
+    ) -> str:
+        """Return the text of a stand-alone Python module for calls like this one; see docs/export.md.
+
+        It imports torch and triton alone, holds plain Triton kernels and the exact plans, and its `attention` takes
+        query, key and value, then what the mods captured, and refuses calls that it was not compiled for.
+
+        Args:
+            query, key, value: as for a call; real, meta or fake. If one of them or of the captured tensors requires
+                grad, the module has the backward too, for the gradients of those that do.
+            scale: is a constant of the module.
+            return_aux: with `lse`, its `attention` returns the logsumexp beside the output.
+            target: as for `lower`.
+
+        Raises:
+            OptionError: BACKEND asks for a kernel that needs more than a plain launch.
+            UnsupportedProblemError: the maxima of scores are asked for, or the kernels cannot stand alone.
+        """
+        aux = read_aux_request(return_aux)
+        lowered = Attention(self.score_mod, self.mask_mod, plain_options(self.options)).lower(
+            query, key, value, scale, aux, target=target
+        )
+        return export_module(lowered, layout=self.options.layout, aux=aux, how="attention.export(query, key, value)")
 
     def block_table(
         self,

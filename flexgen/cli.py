@@ -29,6 +29,7 @@ COMMANDS = {
     "compile": "compile a file; --dump-code prints or writes the kernel",
     "explain": "say what was proven, why each decision was made, what bounds the time",
     "check": "compile, run, and compare with float64",
+    "export": "write a stand-alone module that needs torch and triton alone",
     "mask": "show what is known about the mask, and the tiles visited",
     "resources": "registers, spills, shared memory, instructions, on any chip",
     "bench": "time the kernels on this GPU beside flex, cuDNN and eager",

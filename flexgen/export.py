@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from flexgen import __version__
+from flexgen.aux_outputs import AuxRequest
 from flexgen.codegen.export.module import Backward, Exported, Pass, Table, emit_module
-from flexgen.errors import UnsupportedProblemError
+from flexgen.errors import InternalError, OptionError, UnsupportedProblemError
 from flexgen.lowered import Lowered
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.options import Layout
+from flexgen.options import Layout, Options
 from flexgen.pipeline import TableKernel
 
 
-def export_module(lowered: Lowered, *, layout: Layout, returns_logsumexp: bool, how: str) -> str:
+def plain_options(options: Options) -> Options:
+    """Return options that choose plain Triton where they leave the backend open: only that can be exported.
+
+    Raises:
+        OptionError: they ask for another backend.
+    """
+    asked = options.forward().BACKEND
+    if asked not in (None, "AUTO", "TRITON"):
+        raise OptionError(
+            f"BACKEND={asked!r} cannot be exported",
+            why="its launch needs descriptors and facts of the device that flexgen computes",
+            fix="leave BACKEND out, or set it to TRITON",
+        )
+    return dataclasses.replace(options, fwd=dataclasses.replace(options.fwd, BACKEND="TRITON"))
+
+
+def export_module(lowered: Lowered, *, layout: Layout, aux: AuxRequest, how: str) -> str:
     """Return the text of a Python module that computes a configuration and imports torch and triton alone.
 
     Args:
-        lowered: for plain Triton kernels.
+        lowered: with `plain_options`.
         layout: of query, key, value and output.
-        returns_logsumexp: whether its `attention` returns the logsumexp of each row too; it was lowered with it.
+        aux: what it was lowered for: with `lse`, its `attention` returns the logsumexp too.
         how: the command or call that makes it, for its header.
 
     Raises:
@@ -25,10 +44,12 @@ def export_module(lowered: Lowered, *, layout: Layout, returns_logsumexp: bool, 
     """
     plan = lowered.plan
     if type(plan) is not ForwardPlan:
+        raise InternalError(f"a {type(plan).__name__} was to be exported")
+    if aux.max_scores:
         raise UnsupportedProblemError(
-            f"a {type(plan).__name__.removesuffix('Plan')} kernel cannot be exported",
-            why="its launch needs descriptors and device facts that plain Triton launches do not have",
-            fix="export with BACKEND=TRITON",
+            "the maxima of scores cannot be exported",
+            why="a stand-alone module returns the output and the logsumexp",
+            fix="leave max_scores out",
         )
     proof = lowered.understood.facts.rows_safe
     return emit_module(
@@ -42,7 +63,7 @@ def export_module(lowered: Lowered, *, layout: Layout, returns_logsumexp: bool, 
             table=_table(lowered.table),
             backward=_backward(lowered),
             assumptions=proof.assumptions if plan.ROWS_GUARANTEED_SAFE else (),
-            returns_logsumexp=returns_logsumexp,
+            returns_logsumexp=aux.lse,
         )
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +67,12 @@ class Subject:
         own = self.attention
         attention = Attention(own.score_mod, own.mask_mod, own.options.over(settings))
         return dataclasses.replace(self, attention=attention)
+
+    def with_options(self, change: Callable[[Options], Options]) -> Subject:
+        """Return the same with changed options."""
+        own = self.attention
+        changed = Attention(own.score_mod, own.mask_mod, change(own.options))
+        return dataclasses.replace(self, attention=changed)
 
     def lower(self, target: str, aux: AuxRequest | None = None, *, backward: bool = False) -> Lowered:
         """Lower without allocating query, key or value, which require grad for the backward kernels."""

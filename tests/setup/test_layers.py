@@ -31,6 +31,7 @@ LAYERS = (
         "extras",
         "jagged",
         "explain_work",
+        "export",
         "lowered",
         "pickling",
         "pipeline",

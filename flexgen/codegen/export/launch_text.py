@@ -51,7 +51,7 @@ def _groups(args: Sequence[Arg], names: HostNames) -> Iterator[list[str]]:
 
 
 def _topic(arg: Arg) -> object:
-    """What an argument is about: pointers to a call's tensors stand together, and so does all of one captured tensor."""
+    """What an argument is about: a call's pointers stand together, and so does all of one captured tensor."""
     match arg.role:
         case Role.TENSOR | Role.TABLE | Role.LENGTH | Role.SCALAR | Role.SCALE:
             return arg.role

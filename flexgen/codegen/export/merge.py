@@ -9,7 +9,7 @@ import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flexgen.codegen.wrap import wrap_long_lines
+from flexgen.codegen.wrap import wrap_line
 
 # Sizes of a kernel's own tiles and blocks: equal ones in two kernels are equal by chance.
 _OWN = frozenset({"BLOCK_M", "BLOCK_N", "SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE", "COLUMNS"})
@@ -105,9 +105,9 @@ def docstring(module: Module) -> str:
 
 
 def _imports(modules: Sequence[Module]) -> tuple[str, ...]:
-    lines = [ast.unparse(n) for m in modules for n in ast.parse(m.text).body if isinstance(n, ast.Import | ast.ImportFrom)]
-    ordered = sorted(set(lines), key=lambda line: (line.startswith("from"), line))
-    return tuple(["import torch", *(line for line in ordered if line != "import torch")])
+    statements = [statement for module in modules for statement in ast.parse(module.text).body]
+    lines = {ast.unparse(one) for one in statements if isinstance(one, ast.Import | ast.ImportFrom)}
+    return ("import torch", *sorted(lines, key=lambda line: (line.startswith("from"), line)))
 
 
 def _parts(text: str) -> dict[str, _Part]:
@@ -171,7 +171,7 @@ def _renamed(text: str, names: Mapping[str, str]) -> str:
     for token in reversed(list(_tokens(text))):
         if token.type == tokenize.NAME or token.type == tokenize.COMMENT or token.string.startswith('"""'):
             _replace(lines, token, pattern, names)
-    return wrap_long_lines("\n".join(lines))
+    return "\n".join(piece for line in lines for piece in wrap_line(line))
 
 
 def _replace(lines: list[str], token: tokenize.TokenInfo, pattern: re.Pattern[str], names: Mapping[str, str]) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from flexgen.codegen.block_table_emit import TableSource
 from flexgen.codegen.export.conditions import condition_text
@@ -163,13 +160,13 @@ class _ModuleText:
         self.exported, self.plan, self.backward = exported, exported.plan, exported.backward
         self.tables = self._own_tables()
         self.merged = merge(self._modules())
-        written = {word for section in self._texts() for word in re.findall(r"\w+", section)}
-        self.names = HostNames.of(exported.mods, written - {b.name for b in exported.mods.buffers})
+        written = {name for section in self.merged.sections for name in section.names.values()}
+        self.names = HostNames.of(exported.mods, written)
         self.sections = {section.module.prefix: section for section in self.merged.sections}
 
     def text(self) -> str:
         exported, plan = self.exported, self.plan
-        return render(
+        lines = render(
             "export/module.py.jinja",
             summary=self._summary(),
             exported=exported,
@@ -201,6 +198,7 @@ class _ModuleText:
             shapes=self._shapes(),
             **self._autograd(),
         )
+        return "\n".join(line.text for line in lines)
 
     def _autograd(self) -> dict[str, Sequence[str]]:
         """Return what passes between the forward and the backward."""
@@ -311,8 +309,9 @@ class _ModuleText:
 
     def _multiples(self) -> tuple[int, int]:
         """Return what the lengths of queries and keys are multiples of."""
-        passes = [p.plan for p in self.backward.passes] if self.backward else []
-        plans = [plan for plan in (self.plan, *passes) if plan.IS_DIVISIBLE]
+        plans: list[ForwardPlan | BackwardPlan] = [self.plan]
+        plans += [one.plan for one in self.backward.passes] if self.backward else []
+        plans = [plan for plan in plans if plan.IS_DIVISIBLE]
         return math.lcm(1, *(plan.BLOCK_M for plan in plans)), math.lcm(1, *(plan.BLOCK_N for plan in plans))
 
     def _small_scalars(self) -> list[tuple[str, int]]:
@@ -468,6 +467,3 @@ def _comment(module: Module) -> str:
         skipping = line.startswith(("score_mod ", "mask_mod ")) or (skipping and line.startswith(" "))
         kept += [] if skipping else [line]
     return "\n".join(f"# {line}".rstrip() for line in [_TITLES[module.prefix], *([""] if kept else []), *kept])
-
-
-

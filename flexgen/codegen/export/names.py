@@ -14,15 +14,18 @@ from flexgen.ir.graph import Mods
 _LENGTHS = {"Q_LEN": "q_len", "KV_LEN": "kv_len", "Q_HEADS": "q_heads", "BATCH": "batch"}
 
 # Names of the host code itself, which captured values may not take.
-_RESERVED = frozenset(
-    """
-    attention batch capacity check columns ctx dense device ends forward full_counts full_kv_num_blocks
-    full_q_num_blocks grad_key grad_logsumexp grad_output grad_query grad_value interprets key kv_heads kv_indices
-    kv_len kv_num_blocks kv_offsets launch_backward launch_forward list_blocks logsumexp logsumexp_tail mask_batch
-    mask_heads max_scores name output partial_counts q_heads q_indices q_len q_num_blocks q_offsets query
-    refuse_gradient row_shift rows scale scratch span tensor tl torch triton value delta
-    """.split()
-)
+# fmt: off
+_RESERVED = frozenset((
+    "architecture", "attention", "batch", "capacity", "check", "columns", "compiled_for", "ctx", "delta", "dense",
+    "device", "ends", "fix", "forward", "found", "full_counts", "full_kv_num_blocks", "full_q_num_blocks",
+    "grad_key", "grad_logsumexp", "grad_output", "grad_query", "grad_scale", "grad_value", "head_dims", "heads",
+    "interprets", "key", "kv_batch", "kv_heads", "kv_indices", "kv_len", "kv_num_blocks", "kv_offsets",
+    "launch_backward", "launch_forward", "list_blocks", "lists", "logsumexp", "logsumexp_tail", "mask_batch",
+    "mask_heads", "max_scores", "name", "one", "output", "partial_counts", "q_heads", "q_indices", "q_len",
+    "q_num_blocks", "q_offsets", "query", "refuse_gradient", "row_shift", "rows", "scale", "scratch", "shapes",
+    "span", "tensor", "tl", "torch", "triton", "value",
+))
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)

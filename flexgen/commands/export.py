@@ -1,0 +1,94 @@
+"""`flexgen export`: a stand-alone module of one configuration, for use without flexgen."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+import torch
+
+from flexgen.aux_outputs import AuxRequest
+from flexgen.commands.arguments import DTYPES, add_file, add_problem
+from flexgen.commands.console import Console
+from flexgen.commands.subject import Subject, choose_target, load_subject
+from flexgen.errors import FlexgenError, OptionError
+from flexgen.export import export_module, plain_options
+
+EXAMPLES = """\
+  flexgen export causal.py                       print the module
+  flexgen export causal.py -o my_attention.py    write it
+  flexgen export alibi.py -o my_attention.py --backward --lse
+  flexgen export mods.py:softcap,causal --target gfx942 --dtype fp16 --shape 2,32,8,4096,4096,128,128"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_file(parser)
+    parser.add_argument("-o", "--output", type=Path, metavar="MODULE.py", help="where to write it (default: print it)")
+    parser.add_argument(
+        "--backward",
+        action="store_true",
+        help="with gradients of query, key, value, and of captured tensors that require grad",
+    )
+    parser.add_argument("--lse", action="store_true", help="return the logsumexp of each row beside the output")
+    add_problem(parser, dtype="bf16")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> int:
+    _check_output(arguments.output, arguments.file.path)
+    subject = load_subject(arguments).with_options(plain_options)
+    target = choose_target(arguments.target, console)
+    aux = AuxRequest(lse=arguments.lse)
+    lowered = subject.lower(target, aux, backward=arguments.backward)
+    how = command_text("export", arguments, subject, target)
+    text = export_module(lowered, layout=subject.attention.options.layout, aux=aux, how=how)
+    if arguments.output is None:
+        console.text(text)
+        return 0
+    write_output(arguments.output, text)
+    console.line(str(arguments.output))
+    return 0
+
+
+def _check_output(output: Path | None, file: Path) -> None:
+    """Refuse a name that the module cannot have, before the work that would be lost."""
+    if output is None:
+        return
+    if not output.stem.isidentifier() or output.suffix != ".py":
+        raise OptionError(
+            f"{output} cannot be imported as a module",
+            why="a module's file is a Python name that ends in .py",
+            fix="name it like my_attention.py",
+        )
+    if output.resolve() == file.resolve():
+        raise OptionError(
+            f"{output} is the file of the mods", why="the module would replace it", fix="give -o another name"
+        )
+
+
+def command_text(name: str, arguments: argparse.Namespace, subject: Subject, target: str) -> str:
+    """Return the command that makes the same again, its file by name alone."""
+    spec = arguments.file
+    words = ["flexgen", name, ":".join([spec.path.name, *([",".join(spec.names)] if spec.names else [])])]
+    words += [f"--{flag}" for flag in ("backward", "lse") if getattr(arguments, flag)]
+    words += ["--shape", str(subject.shape), "--dtype", _short(subject.dtype), "--target", target]
+    settings = [f"{option}={value}" for option, value in arguments.set]
+    return shlex.join(words + (["--set", *settings] if settings else []))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return next(short for short, name in DTYPES.items() if getattr(torch, name) == dtype)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a text, or say why that fails.
+
+    Raises:
+        FlexgenError: the file cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise FlexgenError(
+            f"cannot write {path}: {error.strerror}", fix="give -o a file in a directory of your own"
+        ) from error
