@@ -426,9 +426,9 @@ class Attention:
             UnsupportedProblemError: the maxima of scores are asked for, or the kernels cannot stand alone.
         """
         aux = read_aux_request(return_aux)
-        lowered = Attention(self.score_mod, self.mask_mod, plain_options(self.options)).lower(
-            query, key, value, scale, aux, target=target
-        )
+        plain = Attention(self.score_mod, self.mask_mod, plain_options(self.options))
+        plain._mods, plain._scales = self._mods, self._scales  # numbers seen to change stay arguments
+        lowered = plain.lower(query, key, value, scale, aux, target=target)
         return export_module(lowered, layout=self.options.layout, aux=aux, how="attention.export(query, key, value)")
 
     def block_table(

@@ -107,7 +107,7 @@ def docstring(module: Module) -> str:
 def _imports(modules: Sequence[Module]) -> tuple[str, ...]:
     statements = [statement for module in modules for statement in ast.parse(module.text).body]
     lines = {ast.unparse(one) for one in statements if isinstance(one, ast.Import | ast.ImportFrom)}
-    return ("import torch", *sorted(lines, key=lambda line: (line.startswith("from"), line)))
+    return tuple(sorted(lines))
 
 
 def _parts(text: str) -> dict[str, _Part]:

@@ -171,6 +171,7 @@ class _ModuleText:
             summary=self._summary(),
             exported=exported,
             rows=self._rows(),
+            imports=self._imports(),
             merged=self.merged,
             sections=[self._section(section) for section in self.merged.sections],
             plan=plan,
@@ -199,6 +200,11 @@ class _ModuleText:
             **self._autograd(),
         )
         return "\n".join(line.text for line in lines)
+
+    def _imports(self) -> list[str]:
+        lines = ["import torch", *self.merged.imports]
+        lines += ["from torch.autograd.function import once_differentiable"] if self.backward else []
+        return sorted(lines, key=lambda line: (line.startswith("from"), line))
 
     def _autograd(self) -> dict[str, Sequence[str]]:
         """Return what passes between the forward and the backward."""
