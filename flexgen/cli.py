@@ -31,6 +31,7 @@ COMMANDS = {
     "check": "compile, run, and compare with float64",
     "export": "write a stand-alone module that needs torch and triton alone",
     "mask": "show what is known about the mask, and the tiles visited",
+    "report": "write one page that shows mask, decisions, source, costs",
     "resources": "registers, spills, shared memory, instructions, on any chip",
     "bench": "time the kernels on this GPU beside flex, cuDNN and eager",
     "tune": "search the fastest options on this GPU, and keep them",

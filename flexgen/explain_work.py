@@ -12,9 +12,14 @@ _UNITS = {"matrix unit": "FLOP/s", "memory": "B/s", "exponentials": "/s"}
 
 def explain_work(work: Work, sizes: Sizes) -> str:
     """Return the work report of one kernel as text."""
-    rows = [*_count_rows(work, sizes), *_chip_rows(work, sizes)]
+    rows = work_rows(work, sizes)
     title = f"predicted work of {work.kernel}, shape {sizes}"
     return "\n".join([title, *(f"  {label:<18} {text}" for label, text in rows)]) + "\n"
+
+
+def work_rows(work: Work, sizes: Sizes) -> list[tuple[str, str]]:
+    """Return label and text of each line of the work report."""
+    return [*_count_rows(work, sizes), *_chip_rows(work, sizes)]
 
 
 def _count_rows(work: Work, sizes: Sizes) -> list[tuple[str, str]]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 
-import torch
-
 from flexgen.aux_outputs import AuxRequest
-from flexgen.commands.arguments import DTYPES, add_file, add_problem
+from flexgen.commands.arguments import add_file, add_problem
+from flexgen.commands.command_text import command_text
 from flexgen.commands.console import Console
-from flexgen.commands.subject import Subject, choose_target, load_subject
-from flexgen.errors import FlexgenError, OptionError
+from flexgen.commands.output_file import write_output
+from flexgen.commands.subject import choose_target, load_subject
+from flexgen.errors import OptionError
 from flexgen.export import export_module, plain_options
 
 EXAMPLES = """\
@@ -40,7 +39,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     target = choose_target(arguments.target, console)
     aux = AuxRequest(lse=arguments.lse)
     lowered = subject.lower(target, aux, backward=arguments.backward)
-    how = command_text("export", arguments, subject, target)
+    how = command_text("export", arguments, subject, target, ["--lse"] if arguments.lse else [])
     text = export_module(lowered, layout=subject.attention.options.layout, aux=aux, how=how)
     if arguments.output is None:
         console.text(text)
@@ -64,31 +63,3 @@ def _check_output(output: Path | None, file: Path) -> None:
         raise OptionError(
             f"{output} is the file of the mods", why="the module would replace it", fix="give -o another name"
         )
-
-
-def command_text(name: str, arguments: argparse.Namespace, subject: Subject, target: str) -> str:
-    """Return the command that makes the same again, its file by name alone."""
-    spec = arguments.file
-    words = ["flexgen", name, ":".join([spec.path.name, *([",".join(spec.names)] if spec.names else [])])]
-    words += [f"--{flag}" for flag in ("backward", "lse") if getattr(arguments, flag)]
-    words += ["--shape", str(subject.shape), "--dtype", _short(subject.dtype), "--target", target]
-    settings = [f"{option}={value}" for option, value in arguments.set]
-    return shlex.join(words + (["--set", *settings] if settings else []))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return next(short for short, name in DTYPES.items() if getattr(torch, name) == dtype)
-
-
-def write_output(path: Path, text: str) -> None:
-    """Write a text, or say why that fails.
-
-    Raises:
-        FlexgenError: the file cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise FlexgenError(
-            f"cannot write {path}: {error.strerror}", fix="give -o a file in a directory of your own"
-        ) from error

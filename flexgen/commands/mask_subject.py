@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from flexgen.capture.live import LiveMods
 from flexgen.commands.arguments import Shape
 from flexgen.commands.subject import Subject
+from flexgen.errors import OptionError
 from flexgen.ir.evaluate import evaluate
 from flexgen.ir.graph import Graph, Node
 from flexgen.runtime.mask_evaluation import Mod
@@ -22,6 +24,24 @@ class Place:
 
     b: int = 0
     h: int = 0
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """Add what chooses the place of a picture."""
+    parser.add_argument("--batch", type=int, default=0, metavar="B", help="which batch to picture (default: 0)")
+    parser.add_argument("--head", type=int, default=0, metavar="H", help="which query head to picture (default: 0)")
+
+
+def place_of(arguments: argparse.Namespace, shape: Shape) -> Place:
+    """Return the place that was asked for.
+
+    Raises:
+        OptionError: it is outside of the shape.
+    """
+    for name, value, size in (("batch", arguments.batch, shape.B), ("head", arguments.head, shape.Hq)):
+        if not 0 <= value < size:
+            raise OptionError(f"--{name} {value} is outside of the shape", fix=f"choose one from 0 to {size - 1}")
+    return Place(arguments.batch, arguments.head)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,320 @@
+"""Assembles what the report shows, as frozen values, and renders it as one page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from flexgen.codegen.html import asset, content_hash, render_html
+from flexgen.commands.file_spec import parse_file_spec
+from flexgen.commands.mask_subject import MaskSubject, Place, mask_subject
+from flexgen.commands.offline import Built, triton_is_installed
+from flexgen.commands.predict import predict
+from flexgen.commands.report_mask import MaskPicture, mask_box, mask_picture
+from flexgen.commands.report_plot import Plot
+from flexgen.commands.report_score import ScoreSubject, score_plots
+from flexgen.commands.report_source import SourceView, source_views
+from flexgen.commands.report_work import roofline
+from flexgen.commands.resource_report import exponentials
+from flexgen.commands.subject import Subject, fitting_shape
+from flexgen.commands.tile_map import map_tiles
+from flexgen.errors import FlexgenError
+from flexgen.explain import value_text
+from flexgen.explain_work import work_rows
+from flexgen.lowered import Lowered
+from flexgen.lowering.decision import Decision
+from flexgen.lowering.triton.backward_plan import BackwardPlan, DeltaPlan
+from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.work import Work
+
+_MOST_INSTRUCTIONS = 14  # opcodes listed, the most frequent
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A label and its text."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """What a decision rejected, and why."""
+
+    value: str
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRow:
+    """One template variable: its value, why, and what was rejected."""
+
+    name: str
+    value: str
+    because: str
+    rejected: tuple[Rejection, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDecisions:
+    """The decisions about one kernel."""
+
+    kernel: str
+    walk: str
+    rows: tuple[DecisionRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one compiled kernel costs.
+
+    Attributes:
+        numbers: (label, number, unit) of each measure.
+        shared_share: of the target's shared memory that is used, from 0 to 1.
+        instructions: opcode, count, and its share of the most frequent one's.
+    """
+
+    kernel: str
+    tile: str
+    numbers: tuple[Row, ...]
+    spills: bool
+    shared_share: float
+    instructions: tuple[tuple[str, int, float], ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkView:
+    """The predicted work of one kernel, and the share of each unit's least time in the longest."""
+
+    kernel: str
+    rows: tuple[Row, ...]
+    units: tuple[tuple[str, float, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Everything that the report shows.
+
+    Attributes:
+        title: the file's name and the names in it that are meant.
+        command: what makes the same page again.
+        setting: target, dtype, sizes, mods.
+        place: batch and query head that pictures are of.
+        mask: None where there are no queries or no keys.
+        score: of the score_mod; none without one.
+        no_costs: why there is no machine code; "" where there is.
+    """
+
+    title: str
+    command: str
+    setting: tuple[Row, ...]
+    place: str
+    mask: MaskPicture | None
+    score: tuple[Plot, ...]
+    facts: tuple[Row, ...]
+    decisions: tuple[KernelDecisions, ...]
+    emitted: tuple[SourceView, ...]
+    users: tuple[SourceView, ...]
+    costs: tuple[Cost, ...]
+    no_costs: str
+    works: tuple[WorkView, ...]
+    roofline: Plot | None
+
+
+def report_page(subject: Subject, lowered: Lowered, place: Place, command: str) -> Page:
+    """Return what the report of a lowered configuration shows.
+
+    Raises:
+        UserFileError: a mod reads outside of what it captured, at this shape.
+    """
+    mask = mask_subject(subject, place)
+    emitted, users = source_views(lowered.sources)
+    costs, no_costs = _costs(lowered)
+    works = predict(subject, lowered)
+    sizes = subject.shape
+    with fitting_shape(sizes):
+        has_tiles = bool(sizes.Lq and sizes.Lk)
+        tiles = map_tiles(mask, lowered.plan, lowered.understood.rule) if has_tiles else None
+        plots = _score(mask, lowered, place) if has_tiles else ()
+    packed = lowered.plan.index_map.packed_heads
+    return Page(
+        title=_title(subject),
+        command=command,
+        setting=tuple(_setting(subject, lowered)),
+        place=f"batch {place.b}, query head {place.h}",
+        mask=mask_picture(tiles, sizes.Lq, sizes.Lk, packed) if tiles else None,
+        score=plots,
+        facts=tuple(_facts(lowered)),
+        decisions=tuple(_decisions(lowered)),
+        emitted=emitted,
+        users=users,
+        costs=costs,
+        no_costs=no_costs,
+        works=tuple(_work(work, subject) for work in works),
+        roofline=roofline(works),
+    )
+
+
+def render_page(page: Page) -> str:
+    """Return the page's HTML: one file that loads nothing."""
+    style, script = asset("report/style.css"), asset("report/script.js")
+    return render_html(
+        "report/page.html.jinja",
+        page=page,
+        style=style,
+        script=script,
+        style_hash=content_hash(style),
+        script_hash=content_hash(script),
+        mask_data=_mask_data(page.mask) if page.mask else None,
+        mask_box=mask_box(page.mask) if page.mask else None,
+    )
+
+
+def _mask_data(mask: MaskPicture) -> dict[str, object]:
+    """Return what the page's script reads of the mask."""
+    names = ("rows", "columns", "q_step", "kv_step", "q_len", "kv_len", "side", "states", "live", "packed_heads")
+    values = asdict(mask)
+    kept: dict[str, object] = json.loads(json.dumps({name: values[name] for name in names}))
+    return kept
+
+
+def _title(subject: Subject) -> str:
+    spec = parse_file_spec(subject.name)
+    return ":".join([spec.path.name, *([",".join(spec.names)] if spec.names else [])])
+
+
+def _setting(subject: Subject, lowered: Lowered) -> Iterator[Row]:
+    sizes, mods = subject.shape, lowered.understood.mods
+    yield Row("target", lowered.plan.target.name)
+    yield Row("dtype", str(subject.dtype).removeprefix("torch."))
+    yield Row("score_mod", mods.score.name if mods.score else "none")
+    yield Row("mask_mod", mods.mask.name if mods.mask else "none")
+    yield Row("batch", str(sizes.B))
+    yield Row("heads", f"{sizes.Hq} of queries, {sizes.Hkv} of keys")
+    yield Row("lengths", f"{sizes.Lq:,} queries, {sizes.Lk:,} keys")
+    yield Row("head dims", f"{sizes.Dqk}, values {sizes.Dv}" if sizes.Dv != sizes.Dqk else str(sizes.Dqk))
+
+
+_LABELLED = re.compile(r"(?P<label>\S+(?: \S+)*?)\s{2,}(?P<text>.*)")
+
+
+def _facts(lowered: Lowered) -> Iterator[Row]:
+    packs = lowered.plan.index_map.packs
+    facts = lowered.understood.packed_facts() if packs else lowered.understood.facts
+    yield from (_labelled(line) for line in facts.describe().splitlines())
+    schedule = lowered.plan.schedule
+    yield Row("walk", f"{schedule.walk.value}: {schedule.because}")
+    for number, segment in enumerate(schedule.segments, 1):
+        yield Row(f"range {number}", segment.because)
+    if lowered.table and lowered.understood.rule:
+        yield from (Row(f"table, {label}", text) for label, text in lowered.understood.rule.describe())
+    fired = ", ".join(f"{name} x{count}" for name, count in lowered.understood.simplified.fired)
+    if fired:
+        yield Row("simplified by", fired)
+
+
+def _labelled(line: str) -> Row:
+    found = _LABELLED.fullmatch(line) or re.fullmatch(r"(?P<label>.{18}) (?P<text>.*)", line)
+    return Row(found["label"].strip(), found["text"]) if found else Row("", line)
+
+
+def _decisions(lowered: Lowered) -> Iterator[KernelDecisions]:
+    yield _of_plan("forward", lowered.plan)
+    for name, plan in _passes(lowered):
+        if isinstance(plan, BackwardPlan):
+            yield _of_plan(name, plan)
+
+
+def _passes(lowered: Lowered) -> list[tuple[str, DeltaPlan | BackwardPlan]]:
+    passes = lowered.backward.passes if lowered.backward else {}
+    return [(name, plan) for name, (_, plan) in passes.items()]
+
+
+def _of_plan(kernel: str, plan: ForwardPlan | BackwardPlan) -> KernelDecisions:
+    walk = f"{plan.schedule.walk.value}: {plan.schedule.because}"
+    return KernelDecisions(kernel, walk, tuple(_decision(decision) for decision in plan.decisions))
+
+
+def _decision(decision: Decision) -> DecisionRow:
+    rejected = tuple(Rejection(value_text(other.value), other.because) for other in decision.rejected)
+    return DecisionRow(decision.name, value_text(decision.value), decision.because, rejected)
+
+
+def _score(mask: MaskSubject, lowered: Lowered, place: Place) -> tuple[Plot, ...]:
+    graph = lowered.understood.mods.score
+    if graph is None:
+        return ()
+    return score_plots(ScoreSubject(graph, mask.shape, place.h, place.b, mask.buffers, mask.scalars))
+
+
+# Costs.
+
+
+def _costs(lowered: Lowered) -> tuple[tuple[Cost, ...], str]:
+    """Compile every kernel for its target; return what each costs, or why there is no machine code."""
+    if lowered.plan.target.backend == "interpret":
+        return (), "The target interpret has no machine code."
+    if not triton_is_installed():
+        return (), "Triton, which compiles the emitted source, is not installed here."
+    plans: list[tuple[str, ForwardPlan | DeltaPlan | BackwardPlan]] = [("forward", lowered.plan), *_passes(lowered)]
+    try:
+        return tuple(_cost(lowered, name, plan) for name, plan in plans), ""
+    except FlexgenError as error:
+        return (), f"There is no machine code: {error.render()}"
+
+
+def _cost(lowered: Lowered, kernel: str, plan: ForwardPlan | DeltaPlan | BackwardPlan) -> Cost:
+    from flexgen.runtime.resources import measure  # triton is absent on some systems
+
+    binary = lowered.binary(kernel)
+    built = Built(lowered, binary, measure(binary))
+    costs, shared = built.resources, plan.target.shared_bytes
+    planned = [] if isinstance(plan, DeltaPlan) else [Row("planned, at most", f"{plan.shared_bytes:,} bytes")]
+    ordered = sorted(costs.instructions.items(), key=lambda item: (-item[1], item[0]))[:_MOST_INSTRUCTIONS]
+    most = ordered[0][1] if ordered else 1
+    spilled = costs.spill_stores + costs.spill_loads
+    spills = f"{costs.spill_stores} stored, {costs.spill_loads} loaded" if spilled else "0"
+    return Cost(
+        kernel=kernel,
+        tile=_tile(plan),
+        numbers=(
+            Row("registers a thread", str(costs.registers)),
+            Row(
+                "spilled bytes a thread", f"{costs.spill_stores} stored, {costs.spill_loads} loaded" if spilled else "0"
+            ),
+            Row("instructions", f"{sum(costs.instructions.values()):,}"),
+            Row("matrix instructions", f"{costs.matrix_instructions:,}"),
+            Row("exponentials", f"{exponentials(built):,}"),
+            Row("of local memory", f"{costs.local_memory_instructions:,}"),
+            Row("shared memory", f"{costs.shared_bytes:,} bytes"),
+            *planned,
+        ),
+        spills=spilled > 0,
+        shared_share=min(costs.shared_bytes / shared, 1.0) if shared else 0.0,
+        instructions=tuple((name, count, count / most) for name, count in ordered),
+        warnings=costs.warnings,
+    )
+
+
+def _tile(plan: ForwardPlan | DeltaPlan | BackwardPlan) -> str:
+    if isinstance(plan, DeltaPlan):
+        return f"{plan.BLOCK_M} rows, {plan.num_warps} warps"
+    return f"{plan.BLOCK_M} queries x {plan.BLOCK_N} keys, {plan.num_warps} warps, {plan.num_stages} stages"
+
+
+# Work.
+
+
+def _work(work: Work, subject: Subject) -> WorkView:
+    longest = work.bound.seconds if work.bound else 0.0
+    units = tuple((one.unit, one.seconds / longest, _microseconds(one.seconds)) for one in work.bounds if longest)
+    rows = tuple(Row(label, text) for label, text in work_rows(work, subject.shape))
+    return WorkView(work.kernel, rows, units)
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} \N{MICRO SIGN}s"
