@@ -283,9 +283,7 @@ def _cost(lowered: Lowered, kernel: str, plan: ForwardPlan | DeltaPlan | Backwar
         tile=_tile(plan),
         numbers=(
             Row("registers a thread", str(costs.registers)),
-            Row(
-                "spilled bytes a thread", f"{costs.spill_stores} stored, {costs.spill_loads} loaded" if spilled else "0"
-            ),
+            Row("spilled bytes a thread", spills),
             Row("instructions", f"{sum(costs.instructions.values()):,}"),
             Row("matrix instructions", f"{costs.matrix_instructions:,}"),
             Row("exponentials", f"{exponentials(built):,}"),
