@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from flexgen.codegen.html import asset, content_hash, render_html
 from flexgen.commands.file_spec import parse_file_spec
 from flexgen.commands.mask_subject import MaskSubject, Place, mask_subject
-from flexgen.commands.offline import Built, triton_is_installed
+from flexgen.commands.offline import Built, build_offline, triton_is_installed
 from flexgen.commands.predict import predict
 from flexgen.commands.report_mask import MaskPicture, mask_box, mask_picture
 from flexgen.commands.report_plot import Plot
 from flexgen.commands.report_score import ScoreSubject, score_plots
 from flexgen.commands.report_source import SourceView, source_views
 from flexgen.commands.report_work import roofline
-from flexgen.commands.resource_report import exponentials
+from flexgen.commands.resource_report import occupancy_text
 from flexgen.commands.subject import Subject, fitting_shape
 from flexgen.commands.tile_map import map_tiles
 from flexgen.errors import FlexgenError
@@ -27,7 +27,8 @@ from flexgen.lowered import Lowered
 from flexgen.lowering.decision import Decision
 from flexgen.lowering.triton.backward_plan import BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.work import Work
+from flexgen.runtime.machine_code import EXPONENTIAL, LOAD, LOCAL, MATRIX, STORE
+from flexgen.work import WalkPlan, Work
 
 _MOST_INSTRUCTIONS = 14  # opcodes listed, the most frequent
 
@@ -68,12 +69,23 @@ class KernelDecisions:
 
 
 @dataclass(frozen=True, slots=True)
+class Count:
+    """How many instructions of a kind there are in the whole kernel, and in its main loop; "" where it has none."""
+
+    kind: str
+    all: str
+    loop: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cost:
     """What one compiled kernel costs.
 
     Attributes:
-        numbers: (label, number, unit) of each measure.
+        numbers: registers, spills, shared memory, occupancy.
+        spills: registers are spilled.
         shared_share: of the target's shared memory that is used, from 0 to 1.
+        counts: instructions by kind.
         instructions: opcode, count, and its share of the most frequent one's.
     """
 
@@ -82,6 +94,7 @@ class Cost:
     numbers: tuple[Row, ...]
     spills: bool
     shared_share: float
+    counts: tuple[Count, ...]
     instructions: tuple[tuple[str, int, float], ...]
     warnings: tuple[str, ...]
 
@@ -132,8 +145,9 @@ def report_page(subject: Subject, lowered: Lowered, place: Place, command: str) 
         UserFileError: a mod reads outside of what it captured, at this shape.
     """
     mask = mask_subject(subject, place)
-    emitted, users = source_views(lowered.sources)
-    costs, no_costs = _costs(lowered)
+    built, no_costs = _built(lowered)
+    spilled = {each.entry: each.resources.spilled_lines for each in built}
+    emitted, users = source_views(lowered.sources, spilled)
     works = predict(subject, lowered)
     sizes = subject.shape
     with fitting_shape(sizes):
@@ -152,7 +166,7 @@ def report_page(subject: Subject, lowered: Lowered, place: Place, command: str) 
         decisions=tuple(_decisions(lowered)),
         emitted=emitted,
         users=users,
-        costs=costs,
+        costs=tuple(map(_cost, built)),
         no_costs=no_costs,
         works=tuple(_work(work, subject) for work in works),
         roofline=roofline(works),
@@ -253,52 +267,57 @@ def _score(mask: MaskSubject, lowered: Lowered, place: Place) -> tuple[Plot, ...
 
 # Costs.
 
+_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("matrix", MATRIX),
+    ("exponentials", EXPONENTIAL),
+    ("loads", LOAD),
+    ("stores", STORE),
+    ("local memory", LOCAL),
+)
 
-def _costs(lowered: Lowered) -> tuple[tuple[Cost, ...], str]:
-    """Compile every kernel for its target; return what each costs, or why there is no machine code."""
+
+def _built(lowered: Lowered) -> tuple[tuple[Built, ...], str]:
+    """Compile every kernel for its target; return them, or why there is no machine code."""
     if lowered.plan.target.backend == "interpret":
         return (), "The target interpret has no machine code."
     if not triton_is_installed():
         return (), "Triton, which compiles the emitted source, is not installed here."
-    plans: list[tuple[str, ForwardPlan | DeltaPlan | BackwardPlan]] = [("forward", lowered.plan), *_passes(lowered)]
     try:
-        return tuple(_cost(lowered, name, plan) for name, plan in plans), ""
+        return tuple(build_offline(lowered, entry) for entry in lowered.entries), ""
     except FlexgenError as error:
         return (), f"There is no machine code: {error.render()}"
 
 
-def _cost(lowered: Lowered, kernel: str, plan: ForwardPlan | DeltaPlan | BackwardPlan) -> Cost:
-    from flexgen.runtime.resources import measure  # triton is absent on some systems
-
-    binary = lowered.binary(kernel)
-    built = Built(lowered, binary, measure(binary))
-    costs, shared = built.resources, plan.target.shared_bytes
-    planned = [] if isinstance(plan, DeltaPlan) else [Row("planned, at most", f"{plan.shared_bytes:,} bytes")]
+def _cost(built: Built) -> Cost:
+    plan, costs = built.plan, built.resources
+    spilled = costs.spill_stores + costs.spill_loads
     ordered = sorted(costs.instructions.items(), key=lambda item: (-item[1], item[0]))[:_MOST_INSTRUCTIONS]
     most = ordered[0][1] if ordered else 1
-    spilled = costs.spill_stores + costs.spill_loads
-    spills = f"{costs.spill_stores} stored, {costs.spill_loads} loaded" if spilled else "0"
+    loop = costs.main_loop
+    counts = [Count("all", f"{costs.code.total:,}", f"{loop.total:,}" if loop else "")]
+    counts += [
+        Count(name, f"{costs.code.count(*kind):,}", f"{loop.count(*kind):,}" if loop else "") for name, kind in _KINDS
+    ]
+    shared = plan.target.shared_bytes
+    planned = "" if isinstance(plan, DeltaPlan) else f", planned at most {plan.shared_bytes:,}"
     return Cost(
-        kernel=kernel,
+        kernel=built.entry,
         tile=_tile(plan),
         numbers=(
-            Row("registers a thread", str(costs.registers)),
-            Row("spilled bytes a thread", spills),
-            Row("instructions", f"{sum(costs.instructions.values()):,}"),
-            Row("matrix instructions", f"{costs.matrix_instructions:,}"),
-            Row("exponentials", f"{exponentials(built):,}"),
-            Row("of local memory", f"{costs.local_memory_instructions:,}"),
-            Row("shared memory", f"{costs.shared_bytes:,} bytes"),
-            *planned,
+            Row("registers", f"{costs.registers} a thread"),
+            Row("spilled", f"{costs.spill_stores} + {costs.spill_loads} bytes a thread" if spilled else "nothing"),
+            Row("shared memory", f"{costs.shared_bytes:,} bytes{planned}"),
+            Row("occupancy", occupancy_text(built)),
         ),
         spills=spilled > 0,
         shared_share=min(costs.shared_bytes / shared, 1.0) if shared else 0.0,
+        counts=tuple(counts),
         instructions=tuple((name, count, count / most) for name, count in ordered),
         warnings=costs.warnings,
     )
 
 
-def _tile(plan: ForwardPlan | DeltaPlan | BackwardPlan) -> str:
+def _tile(plan: WalkPlan | DeltaPlan) -> str:
     if isinstance(plan, DeltaPlan):
         return f"{plan.BLOCK_M} rows, {plan.num_warps} warps"
     return f"{plan.BLOCK_M} queries x {plan.BLOCK_N} keys, {plan.num_warps} warps, {plan.num_stages} stages"

@@ -6,7 +6,7 @@ import builtins
 import io
 import keyword
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,12 +34,14 @@ class SourceLine:
         number: counted from 1.
         link: the anchor of the line it belongs to on the other side; "" for none.
         origin: what it came from, in words; "" for the user's own lines.
+        spills: how many loads and stores of local memory its machine code has.
     """
 
     number: int
     pieces: tuple[Piece, ...]
     link: str = ""
     origin: str = ""
+    spills: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,18 @@ class SourceView:
     lines: tuple[SourceLine, ...]
 
 
-def source_views(sources: dict[str, KernelSource]) -> tuple[tuple[SourceView, ...], tuple[SourceView, ...]]:
-    """Return the emitted sources, and the user's files that their lines came from."""
+def source_views(
+    sources: Mapping[str, KernelSource], spilled: Mapping[str, Mapping[int, int]]
+) -> tuple[tuple[SourceView, ...], tuple[SourceView, ...]]:
+    """Return the emitted sources, and the user's files that their lines came from.
+
+    Args:
+        spilled: of the kernels that were compiled, how many loads and stores of local memory each line has.
+    """
     files = sorted({one.file for source in sources.values() for one in source.line_map if one.written is Written.USER})
     readable = {file: text for file in files if (text := _text_of(file)) is not None}
     anchors = {file: f"user{number}" for number, file in enumerate(readable)}
-    emitted = tuple(_emitted(name, source, anchors) for name, source in sources.items())
+    emitted = tuple(_emitted(name, source, anchors, spilled.get(name, {})) for name, source in sources.items())
     return emitted, tuple(_users(file, text, anchors[file], sources) for file, text in readable.items())
 
 
@@ -73,10 +81,12 @@ def _text_of(file: str) -> str | None:
         return None
 
 
-def _emitted(name: str, source: KernelSource, anchors: dict[str, str]) -> SourceView:
+def _emitted(name: str, source: KernelSource, anchors: dict[str, str], spilled: Mapping[int, int]) -> SourceView:
     origins = {origin.emitted: origin for origin in source.line_map}
     lines = tuple(
-        SourceLine(number, pieces, _link(origins.get(number), anchors), _words(origins.get(number)))
+        SourceLine(
+            number, pieces, _link(origins.get(number), anchors), _words(origins.get(number)), spilled.get(number, 0)
+        )
         for number, pieces in enumerate(coloured(source.text), 1)
     )
     return SourceView(name, name, lines)
@@ -96,7 +106,7 @@ def _words(origin: LineOrigin | None) -> str:
     return f"from line {origin.line} of flexgen's {origin.file}"
 
 
-def _users(file: str, text: str, anchor: str, sources: dict[str, KernelSource]) -> SourceView:
+def _users(file: str, text: str, anchor: str, sources: Mapping[str, KernelSource]) -> SourceView:
     first: dict[int, str] = {}
     for name, source in sources.items():
         for origin in source.line_map:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flexgen.cli import main
+from flexgen.commands.file_spec import parse_file_spec
+from flexgen.commands.subject import Subject, load_subject
 from tests.report import browser as chromium
 
 # What a page must not take for markup: in names, comments, strings, and in the file's own name.
@@ -84,3 +87,8 @@ def browser() -> Iterator[chromium.Browser]:
         pytest.skip(reason)
     with chromium.browser() as started:
         yield started
+
+
+def subject_of(file: Path) -> Subject:
+    """Return what a command works on."""
+    return load_subject(argparse.Namespace(file=parse_file_spec(str(file)), set=[], shape=None, dtype="bfloat16"))
