@@ -42,6 +42,11 @@ def export_module(lowered: Lowered, *, layout: Layout, aux: AuxRequest, how: str
     Raises:
         UnsupportedProblemError: the kernels need what a stand-alone module does not have; says what to change.
     """
+    return emit_module(exported(lowered, layout=layout, aux=aux, how=how))
+
+
+def exported(lowered: Lowered, *, layout: Layout, aux: AuxRequest, how: str) -> Exported:
+    """Return what a stand-alone module is made from; arguments and errors as for `export_module`."""
     plan = lowered.plan
     if type(plan) is not ForwardPlan:
         raise InternalError(f"a {type(plan).__name__} was to be exported")
@@ -52,19 +57,17 @@ def export_module(lowered: Lowered, *, layout: Layout, aux: AuxRequest, how: str
             fix="leave max_scores out",
         )
     proof = lowered.understood.facts.rows_safe
-    return emit_module(
-        Exported(
-            how=how,
-            version=__version__,
-            layout=layout,
-            mods=lowered.understood.mods,
-            forward=lowered.forward.source,
-            plan=plan,
-            table=_table(lowered.table),
-            backward=_backward(lowered),
-            assumptions=proof.assumptions if plan.ROWS_GUARANTEED_SAFE else (),
-            returns_logsumexp=aux.lse,
-        )
+    return Exported(
+        how=how,
+        version=__version__,
+        layout=layout,
+        mods=lowered.understood.mods,
+        forward=lowered.forward.source,
+        plan=plan,
+        table=_table(lowered.table),
+        backward=_backward(lowered),
+        assumptions=proof.assumptions if plan.ROWS_GUARANTEED_SAFE else (),
+        returns_logsumexp=aux.lse,
     )
 
 

@@ -20,6 +20,9 @@ from tests.export import standalone
 Mod = Callable[..., Any]
 
 
+_EXPORTED: dict[tuple[Any, ...], str] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One attention to export.
@@ -54,6 +57,13 @@ class Case:
         return draw(hq, lq, dqk), draw(hkv, lk, dqk), draw(hkv, lk, dv)
 
     def export(self) -> str:
+        """Return the module's text, made once: several tests look at it."""
+        form = (self.name, self.target, self.sizes)
+        if form not in _EXPORTED:
+            _EXPORTED[form] = self._export()
+        return _EXPORTED[form]
+
+    def _export(self) -> str:
         attention = flexgen.compile(self.score_mod, self.mask_mod, self.options)
         aux = flexgen.AuxRequest(lse=self.returns_lse)
         return attention.export(*self.inputs(), return_aux=aux, target=self.target)

@@ -42,6 +42,7 @@ CASES = (
     Case("captured_bias", biased, None, SIZES, captured=(bias,)),
     Case("derived_table", None, same_document, (1, 2, 1, 256, 256, 16, 16), captured=(document,)),
     Case("other_layout", softcap, None, (1, 2, 2, 50, 70, 24, 40), options={"layout": "bshd"}),
+    Case("copy_engine", None, window, SIZES, options={"USE_TMA": True}),
     Case("empty_rows", None, never, (1, 1, 1, 40, 40, 16, 16)),
     Case("decode", softcap, None, (2, 4, 1, 1, 70, 16, 16), trains=False),
 )

@@ -32,6 +32,7 @@ LAYERS = (
         "jagged",
         "explain_work",
         "export",
+        "export_binary",
         "lowered",
         "pickling",
         "pipeline",

@@ -20,21 +20,22 @@ class LaunchText:
     Attributes:
         kernel: the kernel's name.
         grid: the expression of how many programs run.
-        lines: arguments, some to a line, and the compiler's options.
+        lines: arguments, some to a line.
+        options: the compiler's, as keyword arguments.
     """
 
     kernel: str
     grid: str
     lines: tuple[str, ...]
+    options: str
 
 
 def launch_text(
     kernel: str, grid: str, args: Sequence[Arg], names: HostNames, options: Mapping[str, int]
 ) -> LaunchText:
     """Return the launch of a kernel: what belongs to one tensor stands on one line."""
-    lines = [", ".join(group) + "," for group in _groups(args, names)]
-    lines.append(", ".join(f"{name}={value}" for name, value in options.items()) + ",")
-    return LaunchText(kernel, grid, tuple(lines))
+    lines = tuple(", ".join(group) + "," for group in _groups(args, names))
+    return LaunchText(kernel, grid, lines, ", ".join(f"{name}={value}" for name, value in options.items()) + ",")
 
 
 def _groups(args: Sequence[Arg], names: HostNames) -> Iterator[list[str]]:

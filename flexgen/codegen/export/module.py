@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flexgen.codegen.block_table_emit import TableSource
@@ -13,7 +14,7 @@ from flexgen.codegen.export.merge import Module, Section, docstring, merge
 from flexgen.codegen.export.names import HostNames
 from flexgen.codegen.header import row
 from flexgen.codegen.render import render
-from flexgen.codegen.source import Arg, KernelSource, Role
+from flexgen.codegen.source import KernelSource, Role
 from flexgen.errors import UnsupportedProblemError
 from flexgen.ir.graph import Axis, Buffer, Mods, Node
 from flexgen.lowering.schedule import Walk
@@ -71,6 +72,7 @@ class Exported:
         backward: None for the forward alone.
         assumptions: what the plans' proofs ask of lengths and captured numbers.
         returns_logsumexp: `attention` returns it beside the output.
+        packed: its kernels are machine code beside it, and not in its text.
     """
 
     how: str
@@ -83,6 +85,27 @@ class Exported:
     backward: Backward | None
     assumptions: tuple[Node, ...]
     returns_logsumexp: bool
+    packed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PackedKernel:
+    """A kernel that a packed module launches.
+
+    Attributes:
+        name: its name in the module; `source.entry` is that in its own text and in its machine code.
+        options: Triton's compiler's.
+        grid: the expression of how many programs run.
+        values: the expression of each argument's value.
+        stage: "forward", "backward_delta" and so on, where `Lowered` knows it; else "".
+    """
+
+    name: str
+    source: KernelSource
+    options: Mapping[str, int]
+    grid: str
+    values: tuple[str, ...]
+    stage: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +160,11 @@ def emit_module(exported: Exported) -> str:
     return _ModuleText(exported).text()
 
 
+def packed_kernels(exported: Exported) -> tuple[PackedKernel, ...]:
+    """Return the kernels that a packed module launches, under the names it has for them."""
+    return tuple(_ModuleText(exported).packed())
+
+
 def _refuse(exported: Exported) -> None:
     if exported.plan.schedule.walk is Walk.TABLE:
         raise UnsupportedProblemError(
@@ -169,9 +197,11 @@ class _ModuleText:
         lines = render(
             "export/module.py.jinja",
             summary=self._summary(),
+            how=how_text(exported.how),
             exported=exported,
             rows=self._rows(),
             imports=self._imports(),
+            kernel_names=[kernel.name for kernel in self.packed()] if exported.packed else [],
             merged=self.merged,
             sections=[self._section(section) for section in self.merged.sections],
             plan=plan,
@@ -201,10 +231,29 @@ class _ModuleText:
         )
         return "\n".join(line.text for line in lines)
 
+    def packed(self) -> Iterable[PackedKernel]:
+        launches = {launch.kernel: launch for launch in self._launches()}
+        for section in self.merged.sections:
+            for name, source, options, stage in self._kernels(section.module.prefix):
+                values = tuple(self.names.value(arg) for arg in source.args)
+                yield PackedKernel(name, source, options, launches[name].grid, values, stage)
+
+    def _launches(self) -> Iterable[LaunchText]:
+        yield self._forward()
+        for prefix, table in self.tables.items():
+            text = self._table(prefix, table)
+            yield from (*(summary.launch for summary in text.summaries), text.count, text.fill)
+        if delta := self._delta():
+            yield delta
+        yield from (one.launch for one in self._passes())
+
     def _imports(self) -> list[str]:
-        lines = ["import torch", *self.merged.imports]
+        """Return the lines of imports, an empty one before those of the package itself."""
+        packed = self.exported.packed
+        lines = ["import torch", *(() if packed else self.merged.imports)]
         lines += ["from torch.autograd.function import once_differentiable"] if self.backward else []
-        return sorted(lines, key=lambda line: (line.startswith("from"), line))
+        lines.sort(key=lambda line: (line.startswith("from"), line))
+        return [*lines, *(("", "from .loader import Kernel, NotCompiledFor, cdiv") if packed else ())]
 
     def _autograd(self) -> dict[str, Sequence[str]]:
         """Return what passes between the forward and the backward."""
@@ -258,23 +307,25 @@ class _ModuleText:
     def _section(self, section: Section) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
         """Return a section's comment, template variables and functions, its kernels typed for a plain launch."""
         functions = list(section.functions)
-        for name, args in self._kernels(section.module.prefix):
+        for name, source, *_ in self._kernels(section.module.prefix):
             at = next(at for at, text in enumerate(functions) if f"def {name}(" in text)
-            functions[at] = typed_kernel(functions[at], name, args)
+            functions[at] = typed_kernel(functions[at], name, source.args)
         return _comment(section.module), section.constants, tuple(functions)
 
-    def _kernels(self, prefix: str) -> list[tuple[str, tuple[Arg, ...]]]:
-        """Return the kernels of a section, by their names in the module."""
+    def _kernels(self, prefix: str) -> list[tuple[str, KernelSource, Mapping[str, int], str]]:
+        """Return the kernels of a section: names in the module, sources, compiler's options, names in `Lowered`."""
         if prefix in self.tables:
-            source = self.tables[prefix].source
+            source, options = self.tables[prefix].source, _table_options(self.tables[prefix].plan)
             found = [*source.summaries.values(), source.count, source.fill]
-            return [(self.sections[prefix].names[kernel.entry], kernel.args) for kernel in found]
+            return [(self.sections[prefix].names[kernel.entry], kernel, options, "") for kernel in found]
         if prefix == "forward":
-            return [("forward", self.exported.forward.args)]
+            return [("forward", self.exported.forward, self.plan.compile_options, "forward")]
         assert self.backward is not None
         if prefix == "delta":
-            return [("backward_delta", self.backward.delta[0].args)]
-        return [(p.source.entry, p.source.args) for p in self.backward.passes if _short(p.plan) == prefix]
+            delta, plan = self.backward.delta
+            return [("backward_delta", delta, plan.compile_options, "backward_delta")]
+        passes = [one for one in self.backward.passes if _short(one.plan) == prefix]
+        return [(one.source.entry, one.source, one.plan.compile_options, one.source.entry) for one in passes]
 
     # The header.
 
@@ -350,18 +401,18 @@ class _ModuleText:
 
     def _forward(self) -> LaunchText:
         plan = self.plan
-        block = f"{self._name('forward', 'BLOCK_M')}.value"
+        block = self._constant("forward", "BLOCK_M", plan.BLOCK_M)
         if plan.index_map.packs:
-            grid = f"triton.cdiv(q_len * {plan.GQA_SHARED_HEADS}, {block}) * batch * kv_heads"
+            grid = f"{self._cdiv}(q_len * {plan.GQA_SHARED_HEADS}, {block}) * batch * kv_heads"
         else:
-            grid = f"triton.cdiv(q_len, {block}) * batch * q_heads"
+            grid = f"{self._cdiv}(q_len, {block}) * batch * q_heads"
         return launch_text("forward", grid, self.exported.forward.args, self.names, plan.compile_options)
 
     def _delta(self) -> LaunchText | None:
         if not self.backward or not self.backward.passes:
             return None
         source, plan = self.backward.delta
-        grid = f"triton.cdiv(q_len, {self._name('delta', 'BLOCK_M')}.value) * batch * q_heads"
+        grid = f"{self._cdiv}(q_len, {self._constant('delta', 'BLOCK_M', plan.BLOCK_M)}) * batch * q_heads"
         return launch_text(source.entry, grid, source.args, self.names, plan.compile_options)
 
     def _passes(self) -> list[PassText]:
@@ -375,9 +426,9 @@ class _ModuleText:
     def _pass(self, one: Pass) -> PassText:
         plan, prefix = one.plan, _short(one.plan)
         if plan.kernel is BackwardKernel.DKDV:
-            grid = f"triton.cdiv(kv_len, {self._name(prefix, 'BLOCK_N')}.value) * batch * kv_heads"
+            grid = f"{self._cdiv}(kv_len, {self._constant(prefix, 'BLOCK_N', plan.BLOCK_N)}) * batch * kv_heads"
         else:
-            grid = f"triton.cdiv(q_len, {self._name(prefix, 'BLOCK_M')}.value) * batch * q_heads"
+            grid = f"{self._cdiv}(q_len, {self._constant(prefix, 'BLOCK_M', plan.BLOCK_M)}) * batch * q_heads"
         launch = launch_text(one.source.entry, grid, one.source.args, self.names, plan.compile_options)
         if one.table is None:
             return PassText(launch)
@@ -398,12 +449,20 @@ class _ModuleText:
     def _name(self, prefix: str, name: str) -> str:
         return self.sections[prefix].names[name]
 
+    @property
+    def _cdiv(self) -> str:
+        return "cdiv" if self.exported.packed else "triton.cdiv"
+
+    def _constant(self, prefix: str, name: str, value: int) -> str:
+        """Return a template variable for the host code; there is none in a packed module."""
+        return str(value) if self.exported.packed else f"{self._name(prefix, name)}.value"
+
     # Tables.
 
     def _table(self, prefix: str, table: Table) -> TableText:
         plan, source = table.plan, table.source
         own, walked = ("q", "kv") if plan.walked is Axis.KV else ("kv", "q")
-        options = {"num_warps": plan.num_warps, "num_stages": 1}
+        options = _table_options(plan)
 
         def launch(kernel: KernelSource, grid: str) -> LaunchText:
             return launch_text(self._name(prefix, kernel.entry), grid, kernel.args, self.names, options)
@@ -430,13 +489,26 @@ class _ModuleText:
         )
 
     def _block_count(self, prefix: str, axis: str) -> str:
-        return f"triton.cdiv({axis}_len, {self._name(prefix, f'SPARSE_{axis.upper()}_BLOCK_SIZE')}.value)"
+        plan = self.tables[prefix].plan
+        size = plan.q_block_size if axis == "q" else plan.kv_block_size
+        return f"{self._cdiv}({axis}_len, {self._constant(prefix, f'SPARSE_{axis.upper()}_BLOCK_SIZE', size)})"
 
     @staticmethod
     def _summary_shape(axis: str, plan: TablePlan, own: str) -> str:
         axes = frozenset[Axis]().union(*(leaf.node.axes for leaf in plan.rule.leaves_of(Axis(axis))))
         batch, heads = "mask_batch" if Axis.B in axes else "1", "mask_heads" if Axis.H in axes else "1"
         return f"{batch}, {heads}, {'rows' if axis == own else 'columns'}"
+
+
+def how_text(how: str) -> str:
+    """Return a command as the lines of a docstring."""
+    safe = how.replace("\\", "/").replace('"""', "'''")
+    lines = textwrap.wrap(safe, 110, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(f"    {line}" if number == 0 else f"        {line}" for number, line in enumerate(lines))
+
+
+def _table_options(plan: TablePlan) -> dict[str, int]:
+    return {"num_warps": plan.num_warps, "num_stages": 1}
 
 
 def _short(plan: BackwardPlan) -> str:
