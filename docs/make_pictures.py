@@ -1,8 +1,13 @@
-"""Draws the pictures of the documentation, into docs/images: python docs/make_pictures.py"""
+"""Draws the pictures of the documentation, into docs/images: python docs/make_pictures.py
+
+The pictures of a report need chromium and chromedriver; without them those stay as they are.
+"""
 
 from __future__ import annotations
 
+import io
 import sys
+import tempfile
 from pathlib import Path
 
 from PIL import Image
@@ -10,6 +15,10 @@ from PIL import Image
 from flexgen.cli import main
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # the tests know how to drive a browser
+
+from tests.report.browser import browser, missing  # noqa: E402
+
 COLORS = 96  # of a small file; the pictures have few colours besides the shades of their text
 
 # The picture, the file of the mask, and a length at which its structure shows.
@@ -29,13 +38,53 @@ def draw(name: str, file: str, length: int | None) -> Path:
     return path
 
 
-def shrink(path: Path) -> None:
+# The picture, a script that shows what is meant, the window's width and height, and whether it is dark.
+VIEWS = (
+    ("report", "", 1280, 920, False),
+    (
+        "report_source",
+        "document.getElementById('source').scrollIntoView();"
+        "document.querySelector('.user .linked .number').click();"
+        "document.activeElement.blur();",
+        1280,
+        560,
+        True,
+    ),
+)
+
+
+def draw_report() -> list[Path]:
+    """Draw views of a report as a browser shows them."""
+    if reason := missing():
+        print(f"{reason}: the pictures of a report stay as they are", file=sys.stderr)
+        return []
+    with tempfile.TemporaryDirectory() as folder, browser() as shown:
+        page = Path(folder) / "report.html"
+        shape = ["--shape", "1,8,8,1024,1024,64,64"]
+        code = main(["report", str(ROOT / "examples" / "alibi.py"), "--target", "sm_90", *shape, "-o", str(page)])
+        if code:
+            sys.exit(code)
+        paths = []
+        for name, script, width, height, dark in VIEWS:
+            shown.open(page, width, height, dark=dark)
+            shown.run(script)
+            path = ROOT / "docs" / "images" / f"{name}.png"
+            with Image.open(io.BytesIO(shown.picture())) as picture:
+                picture.resize((width * 3 // 4, height * 3 // 4), Image.Resampling.LANCZOS).save(path)
+            shrink(path, colors=256)
+            paths.append(path)
+    return paths
+
+
+def shrink(path: Path, colors: int = COLORS) -> None:
     """Write the file again with a palette, at about a third of its size."""
     with Image.open(path) as picture:
-        reduced = picture.convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
+        reduced = picture.convert("RGB").quantize(colors, dither=Image.Dither.NONE)
     reduced.save(path, optimize=True)
 
 
 if __name__ == "__main__":
-    for picture in PICTURES:
-        print(draw(*picture))
+    for mask in PICTURES:
+        print(draw(*mask))
+    for drawn in draw_report():
+        print(drawn)

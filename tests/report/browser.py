@@ -86,8 +86,8 @@ class Browser:
         self._post("/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
     def picture(self) -> bytes:
-        """Return the whole page as a PNG."""
-        shot = self._developer("Page.captureScreenshot", {"captureBeyondViewport": True})
+        """Return what the window shows as a PNG."""
+        shot = self._developer("Page.captureScreenshot", {})
         return base64.b64decode(shot["data"])
 
     def close(self) -> None:
