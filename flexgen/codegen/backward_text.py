@@ -184,7 +184,7 @@ class BackwardText:
             grad_call=self.grad.call(score="score", grad="grad_score", **self._indices()) if self.grad else "",
             live=self._live(),
             kept_call=kept_call(plan.DROPOUT, self._indices()["q_idx"], self._indices()["kv_idx"]),
-            counts=Checked(*(f"tl.broadcast_to({text or 'True'}, score.shape)" for text in self._counted())),
+            counts=Checked(*(_of_each_pair(text) for text in self._counted())),
             counts_pairs=any(not scatter.carried and scatter.places for scatter in self.scatters),
             shares=Checked(*self._counted()),
             scatters=tuple(self._scatter_calls()),
@@ -412,3 +412,8 @@ class BackwardText:
         for name in lists:
             for dim, letter in enumerate("bhr"):
                 yield Arg(f"{name}_stride_{letter}", Role.TABLE_STRIDE, name, dim, "i32", False)
+
+
+def _of_each_pair(condition: str) -> str:
+    """Return a condition over a whole tile of scores; "" holds for every pair."""
+    return f"tl.broadcast_to({condition}, score.shape)" if condition else "tl.full(score.shape, True, tl.int1)"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from flexgen.codegen.block_table_emit import TableSource
 from flexgen.codegen.export.conditions import condition_text
+from flexgen.codegen.export.fit import fit
 from flexgen.codegen.export.launch_text import LaunchText, launch_text, typed_kernel
 from flexgen.codegen.export.merge import Module, Section, docstring, merge
 from flexgen.codegen.export.names import HostNames
@@ -229,7 +230,7 @@ class _ModuleText:
             shapes=self._shapes(),
             **self._autograd(),
         )
-        return "\n".join(line.text for line in lines)
+        return "\n".join(piece for line in lines for piece in fit(line.text))
 
     def packed(self) -> Iterable[PackedKernel]:
         launches = {launch.kernel: launch for launch in self._launches()}
