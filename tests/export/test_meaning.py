@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from flexgen.codegen.block_table_emit import TableSource
 from tests.export.conftest import Case, RunCases
 from tests.reference import dense_attention, largest_error
 
 SIZES = (2, 4, 2, 64, 64, 16, 16)  # two query heads for each key head
 bias = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
 document = torch.repeat_interleave(torch.tensor([90, 60, 100, 6]))
+
+is_ancestor = torch.arange(256)[:, None] // 64 == torch.arange(256)[None, :] // 64  # a block of 64 beside empty ones
 
 
 def window(b, h, q_idx, kv_idx):
@@ -32,6 +36,10 @@ def same_document(b, h, q_idx, kv_idx):
     return document[q_idx] == document[kv_idx]
 
 
+def reachable(b, h, q_idx, kv_idx):
+    return is_ancestor[q_idx, kv_idx] & (q_idx >= kv_idx)
+
+
 def never(b, h, q_idx, kv_idx):
     return (q_idx > 3) & (kv_idx < q_idx)
 
@@ -41,6 +49,7 @@ CASES = (
     Case("soft_cap", softcap, window, SIZES),
     Case("captured_bias", biased, None, SIZES, captured=(bias,)),
     Case("derived_table", None, same_document, (1, 2, 1, 256, 256, 16, 16), captured=(document,)),
+    Case("evaluated_table", None, reachable, (1, 2, 1, 256, 256, 16, 16), captured=(is_ancestor,)),
     Case("other_layout", softcap, None, (1, 2, 2, 50, 70, 24, 40), options={"layout": "bshd"}),
     Case("copy_engine", None, window, SIZES, options={"USE_TMA": True}),
     Case("empty_rows", None, never, (1, 1, 1, 40, 40, 16, 16)),
@@ -113,4 +122,11 @@ def test_the_process_cannot_import_flexgen(tmp_path: Path, run_standalone: RunCa
 def test_the_walks_of_the_cases_are_what_they_claim() -> None:
     """The table's kernels are in the module that needs them, and in no other."""
     derived = {case.name for case in CASES if "def derive_table(" in case.export()}
-    assert derived == {"derived_table"}
+    assert derived == {"derived_table", "evaluated_table"}
+    dropping = {case.name for case in CASES if "drop_empty_blocks[(rows, mask_heads, mask_batch)](" in case.export()}
+    assert dropping == {"evaluated_table"}
+
+
+def test_every_kernel_that_a_table_may_have_is_launched() -> None:
+    """A kernel that is added to tables has to be added to the host code of exports too; `decide` is of no call."""
+    assert {field.name for field in fields(TableSource)} == {"summaries", "count", "fill", "drop", "decide"}

@@ -119,6 +119,8 @@ class TableText:
         own_blocks, walked_blocks: expressions of how many there are.
         by_batch, by_head: the lists differ between batches, between heads.
         summaries: launches that reduce what depends on one axis, with the tensors they fill.
+        count, fill: launches that count what each row lists, and list it.
+        drop: that of the kernel which leaves out blocks without a live pair, where the rule cannot tell all of them.
     """
 
     function: str
@@ -131,6 +133,7 @@ class TableText:
     summaries: tuple[SummaryText, ...]
     count: LaunchText
     fill: LaunchText
+    drop: LaunchText | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,7 @@ class _ModuleText:
         for prefix, table in self.tables.items():
             text = self._table(prefix, table)
             yield from (*(summary.launch for summary in text.summaries), text.count, text.fill)
+            yield from [text.drop] if text.drop else []
         if delta := self._delta():
             yield delta
         yield from (one.launch for one in self._passes())
@@ -317,7 +321,7 @@ class _ModuleText:
         """Return the kernels of a section: names in the module, sources, compiler's options, names in `Lowered`."""
         if prefix in self.tables:
             source, options = self.tables[prefix].source, _table_options(self.tables[prefix].plan)
-            found = [*source.summaries.values(), source.count, source.fill]
+            found = [*source.summaries.values(), source.count, source.fill, *([source.drop] if source.drop else [])]
             return [(self.sections[prefix].names[kernel.entry], kernel, options, "") for kernel in found]
         if prefix == "forward":
             return [("forward", self.exported.forward, self.plan.compile_options, "forward")]
@@ -475,8 +479,8 @@ class _ModuleText:
             walked=walked,
             own_blocks=self._block_count(prefix, own),
             walked_blocks=self._block_count(prefix, walked),
-            by_batch=Axis.B in plan.rule.axes,
-            by_head=Axis.H in plan.rule.axes,
+            by_batch=Axis.B in plan.axes,
+            by_head=Axis.H in plan.axes,
             summaries=tuple(
                 SummaryText(
                     tuple((arg.of, _TORCH_OF[arg.type]) for arg in kernel.args if arg.role is Role.TABLE),
@@ -487,6 +491,7 @@ class _ModuleText:
             ),
             count=launch(source.count, rows),
             fill=launch(source.fill, rows),
+            drop=launch(source.drop, rows) if source.drop else None,
         )
 
     def _block_count(self, prefix: str, axis: str) -> str:
