@@ -16,7 +16,7 @@ from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.dropout import read_dropout, read_probability
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
-from flexgen.export import export_module, plain_options
+from flexgen.export import export_module
 from flexgen.extras import NO_EXTRAS, Extras
 from flexgen.ir.graph import Axis
 from flexgen.jagged import is_nested, read_jagged
@@ -408,11 +408,14 @@ class Attention:
         return_aux: AuxRequest | None = None,
         *,
         target: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        dropout_p: float = 0,
     ) -> str:
         """Return the text of a stand-alone Python module for calls like this one; see docs/export.md.
 
-        It imports torch and triton alone, holds plain Triton kernels and the exact plans, and its `attention` takes
-        query, key and value, then what the mods captured, and refuses calls that it was not compiled for.
+        It imports torch and triton alone, holds the kernels and the exact plans, and its `attention` takes query, key
+        and value, then what the mods captured, and refuses calls that it was not compiled for.
 
         Args:
             query, key, value: as for a call; real, meta or fake. If one of them or of the captured tensors requires
@@ -420,15 +423,15 @@ class Attention:
             scale: is a constant of the module.
             return_aux: with `lse`, its `attention` returns the logsumexp beside the output.
             target: as for `lower`.
+            cu_seqlens_q, cu_seqlens_k: as for a call; only their dtype matters. With them, `attention` takes both.
+            dropout_p: as for a call. With more than 0, `attention` takes `dropout_p` and `generator`.
 
         Raises:
-            OptionError: BACKEND asks for a kernel that needs more than a plain launch.
             UnsupportedProblemError: the maxima of scores are asked for, or the kernels cannot stand alone.
         """
         aux = read_aux_request(return_aux)
-        plain = Attention(self.score_mod, self.mask_mod, plain_options(self.options))
-        plain._mods, plain._scales = self._mods, self._scales  # numbers seen to change stay arguments
-        lowered = plain.lower(query, key, value, scale, aux, target=target)
+        packing: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        lowered = self.lower(query, key, value, scale, aux, target=target, dropout_p=dropout_p, **packing)
         return export_module(lowered, layout=self.options.layout, aux=aux, how="attention.export(query, key, value)")
 
     def block_table(

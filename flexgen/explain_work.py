@@ -19,11 +19,11 @@ def explain_work(work: Work, sizes: Sizes) -> str:
 
 def work_rows(work: Work, sizes: Sizes) -> list[tuple[str, str]]:
     """Return label and text of each line of the work report."""
-    return [*_count_rows(work, sizes), *_chip_rows(work, sizes)]
+    return [*_count_rows(work), *_chip_rows(work, sizes)]
 
 
-def _count_rows(work: Work, sizes: Sizes) -> list[tuple[str, str]]:
-    visited, pairs = work.visited, sizes.B * sizes.Hq * sizes.Lq * sizes.Lk
+def _count_rows(work: Work) -> list[tuple[str, str]]:
+    visited, pairs = work.visited, work.visited.pairs
     estimated = ", estimated from a part of them" if visited.estimated else ""
     walked, owners = _WALKED.get(work.kernel, ("query and grad_output", "keys"))
     moved = ", ".join(f"{name} {quantity(number, 'B')}" for name, number in work.memory_bytes.items())

@@ -6,35 +6,36 @@ import dataclasses
 
 from flexgen import __version__
 from flexgen.aux_outputs import AuxRequest
-from flexgen.codegen.export.module import Backward, Exported, Pass, Table, emit_module
-from flexgen.errors import InternalError, OptionError, UnsupportedProblemError
+from flexgen.codegen.export.exported import Backward, Exported, Pass, Table
+from flexgen.codegen.export.module import emit_module
+from flexgen.errors import OptionError, UnsupportedProblemError
 from flexgen.lowered import Lowered
-from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.options import Layout, Options
 from flexgen.pipeline import TableKernel
 
 
 def plain_options(options: Options) -> Options:
-    """Return options that choose plain Triton where they leave the backend open: only that can be exported.
+    """Return options that choose plain Triton where they leave the backend open, for a package of machine code.
 
     Raises:
         OptionError: they ask for another backend.
     """
-    asked = options.forward().BACKEND
-    if asked not in (None, "AUTO", "TRITON"):
-        raise OptionError(
-            f"BACKEND={asked!r} cannot be exported",
-            why="its launch needs descriptors and facts of the device that flexgen computes",
-            fix="leave BACKEND out, or set it to TRITON",
-        )
-    return dataclasses.replace(options, fwd=dataclasses.replace(options.fwd, BACKEND="TRITON"))
+    for asked in (options.forward().BACKEND, options.backward().BACKEND):
+        if asked not in (None, "AUTO", "TRITON"):
+            raise OptionError(
+                f"BACKEND={asked!r} cannot be packed as machine code",
+                why="its launch needs the copy engine's descriptors, which the package's loader does not make",
+                fix="leave BACKEND out or set it to TRITON, or export without --binary",
+            )
+    fwd, bwd = (dataclasses.replace(part, BACKEND="TRITON") for part in (options.fwd, options.bwd))
+    return dataclasses.replace(options, fwd=fwd, bwd=bwd)
 
 
 def export_module(lowered: Lowered, *, layout: Layout, aux: AuxRequest, how: str) -> str:
     """Return the text of a Python module that computes a configuration and imports torch and triton alone.
 
     Args:
-        lowered: with `plain_options`.
+        lowered: any configuration without a block mask.
         layout: of query, key, value and output.
         aux: what it was lowered for: with `lse`, its `attention` returns the logsumexp too.
         how: the command or call that makes it, for its header.
@@ -48,8 +49,6 @@ def export_module(lowered: Lowered, *, layout: Layout, aux: AuxRequest, how: str
 def exported(lowered: Lowered, *, layout: Layout, aux: AuxRequest, how: str) -> Exported:
     """Return what a stand-alone module is made from; arguments and errors as for `export_module`."""
     plan = lowered.plan
-    if type(plan) is not ForwardPlan:
-        raise InternalError(f"a {type(plan).__name__} was to be exported")
     if aux.max_scores:
         raise UnsupportedProblemError(
             "the maxima of scores cannot be exported",

@@ -12,7 +12,8 @@ from typing import Any
 
 from flexgen import __version__
 from flexgen.aux_outputs import AuxRequest
-from flexgen.codegen.export.module import Exported, PackedKernel, emit_module, how_text, packed_kernels
+from flexgen.codegen.export.exported import Exported
+from flexgen.codegen.export.module import PackedKernel, emit_module, how_text, packed_kernels
 from flexgen.codegen.render import render
 from flexgen.errors import InternalError, OptionError
 from flexgen.export import exported
@@ -42,7 +43,6 @@ def export_package(lowered: Sequence[Lowered], *, layout: Layout, aux: AuxReques
     _check_targets([one.plan.target for one in lowered])
     files: Files = {}
     targets: dict[str, Any] = {}
-    arguments: list[str] = []
     for one in lowered:
         module = dataclasses.replace(exported(one, layout=layout, aux=aux, how=how), packed=True)
         target = module.plan.target.name
@@ -50,13 +50,20 @@ def export_package(lowered: Sequence[Lowered], *, layout: Layout, aux: AuxReques
         files[f"{target}.py"] = text.encode()
         kernels = {kernel.name: _kernel(one, module, kernel, files) for kernel in packed_kernels(module)}
         targets[target] = {"backend": module.plan.target.backend, "kernels": kernels}
-        arguments = _arguments(text)
     manifest = json.dumps(_manifest(how, targets), indent=1, sort_keys=True).encode() + b"\n"
     digest = hashlib.sha256(manifest).hexdigest()
+    signature = _signature(files[f"{next(iter(targets))}.py"].decode())
     files["manifest.json"] = manifest
     files["loader.py"] = _text("export/loader.py.jinja", manifest_digest=digest)
     files["__init__.py"] = _text(
-        "export/package.py.jinja", targets=sorted(targets), version=__version__, how=how_text(how), arguments=arguments
+        "export/package.py.jinja",
+        targets=sorted(targets),
+        version=__version__,
+        how=how_text(how),
+        signature=ast.unparse(signature),
+        passed=", ".join(
+            [arg.arg for arg in signature.args] + [f"{arg.arg}={arg.arg}" for arg in signature.kwonlyargs]
+        ),
     )
     return files
 
@@ -82,11 +89,11 @@ def _manifest(how: str, targets: Mapping[str, Any]) -> dict[str, Any]:
     return {"format": FORMAT, "flexgen": __version__, "made_by": how, "targets": targets}
 
 
-def _arguments(text: str) -> list[str]:
+def _signature(text: str) -> ast.arguments:
     """Return the parameters of a module's `attention`; they are the same for each target."""
     functions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
     function = next(node for node in functions if node.name == "attention")
-    return [argument.arg for argument in function.args.args]
+    return function.args
 
 
 def _kernel(lowered: Lowered, module: Exported, kernel: PackedKernel, files: Files) -> dict[str, Any]:

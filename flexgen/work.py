@@ -50,6 +50,7 @@ class Visited:
         programs: tiles of the side that programs own, one program each.
         walked_rows: rows of the other side that all programs load, in sum.
         read_rows: those of them that are different, each counted once a head of its tensor.
+        pairs: (query, key) pairs of all query heads, live or not; of packed sequences, those of one sequence.
         estimated: counted at some (batch, head) only, and scaled to all.
     """
 
@@ -58,6 +59,7 @@ class Visited:
     programs: int
     walked_rows: int
     read_rows: int
+    pairs: int
     estimated: bool = False
 
 

@@ -24,6 +24,8 @@ def command_text(
     words = ["flexgen", name, ":".join([spec.path.name, *([",".join(spec.names)] if spec.names else [])])]
     words += ["--backward"] * arguments.backward + [*extra]
     words += ["--shape", str(subject.shape), "--dtype", _short(subject.dtype), "--target", target]
+    words += ["--packed", ",".join(map(str, subject.packed))] if subject.packed is not None else []
+    words += ["--dropout", f"{subject.dropout_p:g}"] if subject.dropout_p else []
     settings = [f"{option}={value}" for option, value in arguments.set]
     return shlex.join(words + (["--set", *settings] if settings else []))
 

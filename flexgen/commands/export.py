@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.binary:
         return _run_binary(arguments, console)
     _check_output(arguments.output, arguments.file.path)
-    subject = load_subject(arguments).with_options(plain_options)
+    subject = load_subject(arguments)
     target = choose_target(arguments.target, console)
     aux = AuxRequest(lse=arguments.lse)
     lowered = subject.lower(target, aux, backward=arguments.backward)

@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     pictures = _pictures(arguments)
     subject = load_subject(arguments)
-    place = place_of(arguments, subject.shape)
+    place = place_of(arguments, subject)
     lowered = subject.lower(choose_target(arguments.target, console))
     facts = _facts(lowered)
     _write_facts(subject, lowered, facts, console)

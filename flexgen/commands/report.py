@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if output.suffix.lower() not in (".html", ".htm"):
         raise OptionError(f"{output} is no page", why="a report is HTML", fix="name it like report.html")
     subject = load_subject(arguments)
-    place = place_of(arguments, subject.shape)
+    place = place_of(arguments, subject)
     target = choose_target(arguments.target, console)
     lowered = subject.lower(target, backward=arguments.backward)
     extra = [f"--{name}={value}" for name, value in (("batch", place.b), ("head", place.h)) if value]

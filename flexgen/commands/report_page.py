@@ -25,12 +25,13 @@ from flexgen.explain import value_text
 from flexgen.explain_work import work_rows
 from flexgen.lowered import Lowered
 from flexgen.lowering.decision import Decision
-from flexgen.lowering.triton.backward_plan import BackwardPlan, DeltaPlan
-from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
+from flexgen.lowering.triton.backward_plan import DeltaPlan
 from flexgen.runtime.machine_code import EXPONENTIAL, LOAD, LOCAL, MATRIX, STORE
-from flexgen.work import WalkPlan, Work
+from flexgen.work import Work
 
 _MOST_INSTRUCTIONS = 14  # opcodes listed, the most frequent
+_MOST_LENGTHS = 8  # of packed sequences, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def report_page(subject: Subject, lowered: Lowered, place: Place, command: str) 
     spilled = {each.entry: each.resources.spilled_lines for each in built}
     emitted, users = source_views(lowered.sources, spilled)
     works = predict(subject, lowered)
-    sizes = subject.shape
+    sizes = mask.shape
     with fitting_shape(sizes):
         has_tiles = bool(sizes.Lq and sizes.Lk)
         tiles = map_tiles(mask, lowered.plan, lowered.understood.rule) if has_tiles else None
@@ -159,7 +160,7 @@ def report_page(subject: Subject, lowered: Lowered, place: Place, command: str) 
         title=_title(subject),
         command=command,
         setting=tuple(_setting(subject, lowered)),
-        place=f"batch {place.b}, query head {place.h}",
+        place=f"{'batch' if subject.packed is None else 'sequence'} {place.b}, query head {place.h}",
         mask=mask_picture(tiles, sizes.Lq, sizes.Lk, packed) if tiles else None,
         score=plots,
         facts=tuple(_facts(lowered)),
@@ -207,9 +208,17 @@ def _setting(subject: Subject, lowered: Lowered) -> Iterator[Row]:
     yield Row("dtype", str(subject.dtype).removeprefix("torch."))
     yield Row("score_mod", mods.score.name if mods.score else "none")
     yield Row("mask_mod", mods.mask.name if mods.mask else "none")
-    yield Row("batch", str(sizes.B))
+    if subject.packed is None:
+        yield Row("batch", str(sizes.B))
+    else:
+        listed = ", ".join(map(str, subject.packed[:_MOST_LENGTHS])) + ", \u2026" * (
+            len(subject.packed) > _MOST_LENGTHS
+        )
+        yield Row("packed sequences", f"{len(subject.packed)}, of {listed} tokens")
     yield Row("heads", f"{sizes.Hq} of queries, {sizes.Hkv} of keys")
     yield Row("lengths", f"{sizes.Lq:,} queries, {sizes.Lk:,} keys")
+    if subject.dropout_p:
+        yield Row("dropout", f"{subject.dropout_p:g}")
     yield Row("head dims", f"{sizes.Dqk}, values {sizes.Dv}" if sizes.Dv != sizes.Dqk else str(sizes.Dqk))
 
 
@@ -239,16 +248,16 @@ def _labelled(line: str) -> Row:
 def _decisions(lowered: Lowered) -> Iterator[KernelDecisions]:
     yield _of_plan("forward", lowered.plan)
     for name, plan in _passes(lowered):
-        if isinstance(plan, BackwardPlan):
+        if isinstance(plan, AnyBackwardPlan):
             yield _of_plan(name, plan)
 
 
-def _passes(lowered: Lowered) -> list[tuple[str, DeltaPlan | BackwardPlan]]:
+def _passes(lowered: Lowered) -> list[tuple[str, DeltaPlan | AnyBackwardPlan]]:
     passes = lowered.backward.passes if lowered.backward else {}
     return [(name, plan) for name, (_, plan) in passes.items()]
 
 
-def _of_plan(kernel: str, plan: ForwardPlan | BackwardPlan) -> KernelDecisions:
+def _of_plan(kernel: str, plan: WalkPlan) -> KernelDecisions:
     walk = f"{plan.schedule.walk.value}: {plan.schedule.because}"
     return KernelDecisions(kernel, walk, tuple(_decision(decision) for decision in plan.decisions))
 

@@ -41,7 +41,8 @@ def roofline(works: Sequence[Work]) -> Plot | None:
         y_ticks=_decades(y, ""),
         shapes=(Shape(line_path(roof, x, y), "curve roof"),),
         marks=tuple(
-            _mark(work, value, x, y, style) for work, value, style in zip(shown, reached, "abcd", strict=False)
+            _mark(work, value, x, y, "abcd"[number % 4])
+            for number, (work, value) in enumerate(zip(shown, reached, strict=True))
         ),
     )
 

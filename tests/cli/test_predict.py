@@ -114,6 +114,21 @@ def test_heads_beyond_some_are_estimated_and_that_is_told():
     assert "estimated from a part of them" in explain_work(work, shape)
 
 
+def test_packed_sequences_are_counted_each_by_itself():
+    lengths = (300, 37, 0, 500, 37)
+
+    def after_a_prefix(b, h, q_idx, kv_idx):
+        return q_idx + 20 * (b == 4) >= kv_idx
+
+    for mask, extra in ((causal, 0), (after_a_prefix, 37 * 36 // 2 - 16 * 17 // 2)):
+        shape = Shape(1, 4, 2, sum(lengths), sum(lengths), 64, 64)
+        subject = Subject("test", flexgen.compile(None, mask), shape, torch.bfloat16, packed=lengths)
+        for work in predict(subject, subject.lower("sm_90", backward=True)):
+            assert work.visited.live == 4 * (sum(n * (n + 1) // 2 for n in lengths) + extra)
+            assert work.visited.pairs == 4 * sum(n * n for n in lengths)
+            assert work.visited.live <= work.visited_pairs
+
+
 def test_many_tiles_that_the_mask_cuts_are_sampled_and_that_is_told(monkeypatch: pytest.MonkeyPatch):
     def scattered(b, h, q_idx, kv_idx):
         return (q_idx * 7 + kv_idx * 13) % 5 < 2

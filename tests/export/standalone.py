@@ -1,7 +1,8 @@
 """Runs exported modules where flexgen cannot be imported: `python standalone.py INPUTS OUTPUTS`, as a script.
 
-INPUTS is a file of torch: a list of cases, each with the path of a module and the arguments of its `attention`; OUTPUTS
-gets what each call returned, and the gradients of sums weighted by `weights`, or the words of its error.
+INPUTS is a file of torch: a list of cases, each with the path of a module, the arguments of its `attention`, and
+perhaps those by name and a seed; OUTPUTS gets what each call returned, and the gradients of sums weighted by `weights`,
+or the words of its error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def load(path: Path) -> Any:
 def run(case: dict[str, Any]) -> dict[str, Any]:
     module = load(Path(case["path"]))
     try:
-        found = module.attention(*case["arguments"])
+        torch.manual_seed(case.get("seed", 0))
+        found = module.attention(*case["arguments"], **case.get("named", {}))
     except module.NotCompiledFor as error:
         return {"error": str(error)}
     outputs = found if isinstance(found, tuple) else (found,)

@@ -50,7 +50,8 @@ def test_the_default_target_is_told_apart_from_the_module(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--set", "BACKEND=GLUON"), ("BACKEND='GLUON' cannot be exported", "fix: leave BACKEND out")),
+        (("--dropout", "2"), ("'2' is not a probability",)),
+        (("--packed", "3;4"), ("'3;4' are no lengths",)),
         (("-o", "my-attention.py"), ("my-attention.py cannot be imported", "fix: name it like my_attention.py")),
         (("-o", "attention.txt"), ("attention.txt cannot be imported",)),
         (("-o", "no_such_folder/m.py"), ("cannot write no_such_folder/m.py: No such file",)),

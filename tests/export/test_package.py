@@ -243,6 +243,27 @@ def test_an_argument_that_is_less_aligned_is_refused(
         launched(packed, package, monkeypatch, moved)
 
 
+def test_dropout_is_passed_on_by_name(tmp_path: Path, causal: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own `attention` takes what its modules do, and the threshold goes to the kernel without a sign."""
+    folder = tmp_path / "dropping_attention"
+    said = run("export", causal, "--binary", "--target", "sm_90", "-o", folder, "--dropout", "0.1", *SHAPE)
+    assert said.code == 0
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package, fake = importlib.import_module("dropping_attention"), FakeDriver()
+    module, loader = importlib.import_module("dropping_attention.sm_90"), loader_of(package)
+    monkeypatch.setattr(loader, "driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(package, "module_for", lambda device: module)
+    monkeypatch.setattr(module, "check_device", lambda device: None)
+    query, key = torch.zeros(1, 2, 64, 16).half(), torch.zeros(1, 1, 64, 16).half()
+    package.attention(query, key, key, dropout_p=0.75)
+    ((*_, parameters),) = fake.launched
+    facts = manifest_of(folder)["targets"]["sm_90"]["kernels"]["forward"]
+    named = dict(zip((argument["name"] for argument in facts["arguments"]), parameters, strict=False))
+    assert type(named["drop_below"]) is ctypes.c_uint32 and named["drop_below"].value == 3 * 2**30
+    assert named["keep_scale"].value == 4.0
+
+
 # The command.
 
 
@@ -272,6 +293,8 @@ def test_the_command_writes_a_package_and_says_what_it_wrote(causal: Path, run: 
         ((), ("--binary writes several files", "fix: name it with -o FOLDER")),
         (("-o", "a-b"), ("a-b cannot be imported as a package",)),
         (("-o", "{causal}"), ("exists already", "fix: name a new folder")),
+        (("-o", "new", "--set", "BACKEND=GLUON"), ("BACKEND='GLUON' cannot be packed", "export without --binary")),
+        (("-o", "new", "--set", "bwd_BACKEND=GLUON"), ("BACKEND='GLUON' cannot be packed",)),
         (("-o", "new", "--target", "sm_90,sm_90"), ("a target is named twice: sm_90, sm_90",)),
         (("-o", "new", "--target", "interpret"), ("the target interpret has no machine code",)),
         (("-o", "new", "--target", "sm_90,sm_91"), ("unknown target 'sm_91'",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from flexgen.codegen.source import Written
+from flexgen.commands import report_page as report_page_module
+from flexgen.commands.arguments import Shape
 from flexgen.commands.mask_subject import Place, mask_subject
 from flexgen.commands.report_mask import STATES, mask_box, mask_picture
 from flexgen.commands.report_page import Page, report_page
@@ -325,3 +327,39 @@ def test_no_queries_make_a_page_without_pictures(subject: Subject, run: Run, tmp
     assert said.code == 0
     assert 'id="mask"' not in path.read_text() and 'id="decisions"' in path.read_text()
     parsed(path)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "walking"),
+    [(64, ("backward_dq", "backward_dkdv")), (256, ("backward_dq", "backward_dv", "backward_dk"))],
+)
+def test_every_kernel_of_a_lowering_is_shown(
+    head_dim: int, walking: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Hopper's kernels the backward has up to three passes; decisions, source and work show each of them."""
+    monkeypatch.setattr(report_page_module, "_built", lambda lowered: ((), "not compiled in this test"))
+    file = tmp_path / "causal.py"
+    file.write_text("def mask_mod(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n")
+    subject = replace(subject_of(file), shape=Shape(1, 2, 2, 2048, 2048, head_dim, head_dim))
+    lowered = subject.lower("sm_90", backward=True)
+    shown = report_page(subject, lowered, Place(), "flexgen report causal.py")
+    kernels = ["forward", *walking]
+    assert [view.kernel for view in shown.decisions] == kernels
+    assert [view.kernel for view in shown.works] == kernels
+    assert [view.title for view in shown.emitted] == [*lowered.sources]
+    assert {*kernels, "backward_delta"} == {view.title for view in shown.emitted}
+    assert shown.roofline is not None and len(shown.roofline.marks) == len(kernels)
+
+
+def test_packed_sequences_are_looked_at_one_by_one(run: Run, tmp_path: Path) -> None:
+    file, output = tmp_path / "causal.py", tmp_path / "report.html"
+    file.write_text("def mask_mod(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n")
+    given = ("--packed", "100,37,500", "--dropout", "0.1", "--target", "interpret")
+    said = run("report", file, "-o", output, "--batch", "2", *given)
+    assert said.code == 0
+    text = output.read_text()
+    assert "in sequence 2, query head 0" in text and "3, of 100, 37, 500 tokens" in text
+    assert json.loads(re.search(r'id="mask-data">(.*?)</script>', text)[1])["q_len"] == 500  # type: ignore[index]
+    assert "--packed" in text and "<dt>dropout</dt><dd>0.1</dd>" in text
+    said = run("report", file, "-o", output, "--batch", "3", *given)
+    assert said.code == 2 and "--batch 3 is outside of the shape" in said.err

@@ -1,4 +1,4 @@
-"""Breaks what is still too long for a line of a module: comments, definitions, and arguments that are long sums."""
+"""Breaks what is still too long for a line of a module: comments, docstrings, and arguments that are long sums."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ def fit(line: str) -> Iterator[str]:
         yield from textwrap.wrap(
             text, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#     ", break_long_words=False
         )
+        return
+    if line.lstrip().startswith('"""') and line.count('"""') == 1:
+        yield from textwrap.wrap(line.strip(), WIDTH, initial_indent=indent, subsequent_indent=indent)
         return
     for piece in wrap_line(line):
         yield from _at_operators(piece) if len(piece) > WIDTH else [piece]

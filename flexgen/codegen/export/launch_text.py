@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flexgen.codegen.export.names import HostNames
 from flexgen.codegen.source import Arg, Role
 
-_ANNOTATIONS = {"i32": "tl.int32", "i64": "tl.int64", "fp32": "tl.float32", "fp64": "tl.float64"}
+_ANNOTATIONS = {"i32": "int32", "i64": "int64", "u32": "uint32", "fp32": "float32", "fp64": "float64"}
 _WIDTH = 100
 
 
@@ -54,7 +54,9 @@ def _groups(args: Sequence[Arg], names: HostNames) -> Iterator[list[str]]:
 def _topic(arg: Arg) -> object:
     """What an argument is about: a call's pointers stand together, and so does all of one captured tensor."""
     match arg.role:
-        case Role.TENSOR | Role.TABLE | Role.LENGTH | Role.SCALAR | Role.SCALE:
+        case Role.TENSOR | Role.DESCRIPTOR:
+            return Role.TENSOR
+        case Role.TABLE | Role.CU_SEQLENS | Role.LENGTH | Role.SCALAR | Role.SCALE | Role.DROPOUT:
             return arg.role
         case Role.BUFFER | Role.BUFFER_STRIDE | Role.BUFFER_SIZE:
             return "buffer", arg.of
@@ -71,15 +73,16 @@ def typed_kernel(text: str, kernel: str, args: Sequence[Arg]) -> str:
     Triton would compile again for a length of 1 or a multiple of 16, and take a Python float for float32 where the
     kernel's arithmetic is wider.
     """
-    plain = [arg.name for arg in args if not arg.specialize]
+    decorator, language = ("@gluon.jit", "gl") if text.startswith("@gluon.jit\n") else ("@triton.jit", "tl")
+    plain = [arg.name for arg in args if not arg.specialize and arg.role is not Role.DESCRIPTOR]
     listed = ", ".join(f'"{name}"' for name in plain)
-    head = f"@triton.jit(do_not_specialize=[{listed}])" if plain else "@triton.jit"
+    head = f"{decorator}(do_not_specialize=[{listed}])" if plain else decorator
     if len(head) > _WIDTH:
-        head = "\n".join(["@triton.jit(", "    do_not_specialize=[", *_filled(plain), "    ],", ")"])
-    text = text.replace("@triton.jit\n", f"{head}\n", 1)
+        head = "\n".join([f"{decorator}(", "    do_not_specialize=[", *_filled(plain), "    ],", ")"])
+    text = text.replace(f"{decorator}\n", f"{head}\n", 1)
     for arg in args:
-        if arg.role in (Role.SCALAR, Role.SCALE):
-            annotated = f"{arg.name}: {_ANNOTATIONS[arg.type]}"
+        if arg.role in (Role.SCALAR, Role.SCALE, Role.DROPOUT):
+            annotated = f"{arg.name}: {language}.{_ANNOTATIONS[arg.type]}"
             text = re.sub(rf"(?<=[\s,(]){re.escape(arg.name)}(?=,)", annotated, text, count=1)
     return text
 

@@ -9,10 +9,11 @@ import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flexgen.codegen.wrap import wrap_line
+from flexgen.codegen.wrap import WIDTH, wrap_line
 
 # Sizes of a kernel's own tiles and blocks: equal ones in two kernels are equal by chance.
 _OWN = frozenset({"BLOCK_M", "BLOCK_N", "SPARSE_Q_BLOCK_SIZE", "SPARSE_KV_BLOCK_SIZE", "COLUMNS"})
+_OWN |= {"ROWS", "STAGES", "KEY_STAGES", "VALUE_STAGES", "QUERY_STAGES", "GRAD_STAGES"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,9 @@ def merge(modules: Sequence[Module]) -> Merged:
         constants = tuple(text for name, text in texts.items() if not own[name].is_function)
         functions = tuple(text for name, text in texts.items() if own[name].is_function)
         sections.append(Section(module, constants, functions, {name: names.get(name, name) for name in own}))
+    used = frozenset(word for found in parts.values() for part in found.values() for word in _words(part.text))
     return Merged(
-        _imports(modules),
+        _imports(modules, used),
         tuple(part.text for part in common.values() if not part.is_function),
         tuple(part.text for part in common.values() if part.is_function),
         tuple(Section(s.module, s.constants, s.functions, {n: n for n in common} | dict(s.names)) for s in sections),
@@ -104,10 +106,34 @@ def docstring(module: Module) -> str:
     return ast.get_docstring(ast.parse(module.text)) or ""
 
 
-def _imports(modules: Sequence[Module]) -> tuple[str, ...]:
-    statements = [statement for module in modules for statement in ast.parse(module.text).body]
-    lines = {ast.unparse(one) for one in statements if isinstance(one, ast.Import | ast.ImportFrom)}
-    return tuple(sorted(lines))
+def _imports(modules: Sequence[Module], used: frozenset[str]) -> tuple[str, ...]:
+    """Return the import statements that the modules need, those of one module's names as one."""
+    plain: set[str] = set()
+    names: dict[str, set[str]] = {}
+    for statement in (statement for module in modules for statement in ast.parse(module.text).body):
+        if not isinstance(statement, ast.Import | ast.ImportFrom):
+            continue
+        for alias in statement.names:
+            if (alias.asname or alias.name.split(".")[0]) not in used:
+                continue
+            if isinstance(statement, ast.Import) or alias.asname:
+                plain.add(ast.unparse(_with(statement, alias)))
+            else:
+                names.setdefault(str(statement.module), set()).add(alias.name)
+    return tuple(sorted([*plain, *(_import_of(module, sorted(found)) for module, found in names.items())]))
+
+
+def _with(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> ast.stmt:
+    if isinstance(statement, ast.Import):
+        return ast.Import([alias])
+    return ast.ImportFrom(statement.module, [alias], statement.level)
+
+
+def _import_of(module: str, names: Sequence[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= WIDTH:
+        return line
+    return "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
 
 
 def _parts(text: str) -> dict[str, _Part]:

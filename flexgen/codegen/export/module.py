@@ -2,91 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flexgen.codegen.block_table_emit import TableSource
 from flexgen.codegen.export.conditions import condition_text
+from flexgen.codegen.export.exported import Exported, Pass, Table
 from flexgen.codegen.export.fit import fit
+from flexgen.codegen.export.grids import backward_grid, delta_grid, forward_grid
 from flexgen.codegen.export.launch_text import LaunchText, launch_text, typed_kernel
 from flexgen.codegen.export.merge import Module, Section, docstring, merge
 from flexgen.codegen.export.names import HostNames
+from flexgen.codegen.export.needs import INPUTS, copied, length_multiples, unit_strides
 from flexgen.codegen.header import row
 from flexgen.codegen.render import render
 from flexgen.codegen.source import KernelSource, Role
 from flexgen.errors import UnsupportedProblemError
-from flexgen.ir.graph import Axis, Buffer, Mods, Node
+from flexgen.ir.graph import Axis, Buffer
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.table_plan import TablePlan
-from flexgen.lowering.triton.backward_plan import Accumulation, BackwardKernel, BackwardPlan, DeltaPlan
+from flexgen.lowering.triton.backward_plan import PLAIN_ROWS, Accumulation
 from flexgen.lowering.triton.plan import ForwardPlan
 
 _TORCH_OF = {"*i32": "torch.int32", "*i64": "torch.int64", "*fp32": "torch.float32", "*fp64": "torch.float64"}
-_INPUTS = ("query", "key", "value")
-_HARDWARE_ONLY = ("inline_asm", "libdevice")  # what Triton's interpreter lacks
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The kernels that derive a block table, and their plan."""
-
-    source: TableSource
-    plan: TablePlan
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A backward kernel, and the kernels of the table it walks, if it does."""
-
-    source: KernelSource
-    plan: BackwardPlan
-    table: Table | None
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """The backward kernels.
-
-    Attributes:
-        delta, passes: in the order in which they run.
-        inputs, buffers: which gradients they compute: of query, key and value, and of captured tensors by name.
-    """
-
-    delta: tuple[KernelSource, DeltaPlan]
-    passes: tuple[Pass, ...]
-    inputs: frozenset[str]
-    buffers: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What a stand-alone module is made from.
-
-    Attributes:
-        how: the command or call that makes it, for the header.
-        layout: "bhsd" or "bshd", of query, key, value and output.
-        mods: simplified.
-        forward, plan: the forward kernel.
-        table: the kernels of the table that it walks, if it does.
-        backward: None for the forward alone.
-        assumptions: what the plans' proofs ask of lengths and captured numbers.
-        returns_logsumexp: `attention` returns it beside the output.
-        packed: its kernels are machine code beside it, and not in its text.
-    """
-
-    how: str
-    version: str
-    layout: str
-    mods: Mods
-    forward: KernelSource
-    plan: ForwardPlan
-    table: Table | None
-    backward: Backward | None
-    assumptions: tuple[Node, ...]
-    returns_logsumexp: bool
-    packed: bool = False
+_HARDWARE_ONLY = ("inline_asm", "libdevice", "@gluon.jit")  # what Triton's interpreter lacks
+_DESCRIBING = (  # what descriptors of the copy engine are made with
+    "from triton.experimental.gluon import language as gl",
+    "from triton.experimental.gluon.nvidia.hopper import TensorDescriptor",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +148,7 @@ class _ModuleText:
             exported=exported,
             rows=self._rows(),
             imports=self._imports(),
+            cdiv="cdiv" if exported.packed else "triton.cdiv",
             kernel_names=[kernel.name for kernel in self.packed()] if exported.packed else [],
             merged=self.merged,
             sections=[self._section(section) for section in self.merged.sections],
@@ -213,7 +157,7 @@ class _ModuleText:
             accumulator=str(plan.accumulator_dtype),
             capability=self._capability(),
             hardware_only=any(name in text for text in self._texts() for name in _HARDWARE_ONLY),
-            multiples=self._multiples(),
+            multiples=length_multiples(exported.plans),
             conditions=[condition_text(node, self.names) for node in exported.assumptions],
             small_scalars=self._small_scalars(),
             buffers=[self._captured(buffer) for buffer in exported.mods.buffers],
@@ -226,14 +170,20 @@ class _ModuleText:
             delta=self._delta(),
             passes=self._passes(),
             undifferentiable=self._undifferentiable(),
-            rows_checked=_pairs(name for name in _INPUTS if name in plan.unit_stride),
-            spans_checked=_pairs(name for name in _INPUTS if name not in plan.wide),
+            narrow_index=not (isinstance(plan, ForwardPlan) and plan.wide_index),
+            rows_checked=_pairs(unit_strides(exported.plans)),
+            spans_checked=_pairs(name for name in INPUTS if name not in plan.wide),
+            copied=_pairs(copied(exported.plans)),
+            element_types=self._element_types(),
+            asks_memory=isinstance(plan, ForwardPlan) and plan.USE_TMA and not exported.packed,
+            offsets_dtype=str(plan.index_map.cu_seqlens),
+            **self._rows_form(),
             unwritten=self._unwritten(),
             returns_logsumexp=exported.returns_logsumexp,
             shapes=self._shapes(),
-            **self._autograd(),
+            **self._parameters(),
         )
-        return "\n".join(piece for line in lines for piece in fit(line.text))
+        return "\n".join(piece.rstrip() for line in lines for piece in fit(line.text))
 
     def packed(self) -> Iterable[PackedKernel]:
         launches = {launch.kernel: launch for launch in self._launches()}
@@ -255,27 +205,54 @@ class _ModuleText:
     def _imports(self) -> list[str]:
         """Return the lines of imports, an empty one before those of the package itself."""
         packed = self.exported.packed
-        lines = ["import torch", *(() if packed else self.merged.imports)]
-        lines += ["from torch.autograd.function import once_differentiable"] if self.backward else []
-        lines.sort(key=lambda line: (line.startswith("from"), line))
-        return [*lines, *(("", "from .loader import Kernel, NotCompiledFor, cdiv") if packed else ())]
+        lines = {"import torch", *(() if packed else ("import triton", *self.merged.imports))}
+        lines |= {"from torch.autograd.function import once_differentiable"} if self.backward else set()
+        lines |= set(_DESCRIBING) if self._element_types() else set()
+        own = ["", "from .loader import Kernel, NotCompiledFor, cdiv"] if packed else []
+        return sorted(lines, key=lambda line: (line.startswith("from"), line)) + own
 
-    def _autograd(self) -> dict[str, Sequence[str]]:
-        """Return what passes between the forward and the backward."""
-        forward = [arg.of for arg in self.exported.forward.args if arg.role is Role.TENSOR]
+    def _element_types(self) -> dict[str, str]:
+        """Return Gluon's names of the dtypes that descriptors have, by torch's; nothing where there are none."""
+        sources = [self.exported.forward, *(one.source for one in (self.backward.passes if self.backward else ()))]
+        types = {arg.type for source in sources for arg in source.args if arg.role is Role.DESCRIPTOR}
+        known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+        names = sorted(known[kind.removeprefix("tensordesc<").split("[")[0]] for kind in types)
+        return {f"torch.{name}": f"gl.{name}" for name in names}
+
+    def _parameters(self) -> dict[str, Sequence[str]]:
+        """Return what the functions of the host code take, and what passes between the forward and the backward."""
+        exported, buffers = self.exported, list(self.names.buffers.values())
+        packs, drops = exported.packs_sequences, exported.drops
+        forward = [arg.of for arg in exported.forward.args if arg.role is Role.TENSOR]
         outputs = [name for name in ("output", "logsumexp", "logsumexp_tail") if name in forward]
-        numbers = ["scale"] * (self.plan.SM_SCALE is None) + list(self.names.scalars.values())
-        tensors = ["query", "key", "value", *self.names.buffers.values()]
+        scale = ["scale"] * (self.plan.SM_SCALE is None)
+        drawn = ["drop_below", "keep_scale"] * drops
+        held = [*INPUTS, *buffers, *["cu_seqlens_q", "cu_seqlens_k"] * packs, *["dropout_seed"] * drops]
+        asked = [*INPUTS, *scale, *self.names.captured]
+        numbers = [*scale, *self.names.scalars.values(), *drawn]
         wanted = self.backward.buffers if self.backward else frozenset[str]()
-        grads = ["grad_output", *["grad_logsumexp"] * self.exported.returns_logsumexp]
+        grads = ["grad_output", *["grad_logsumexp"] * exported.returns_logsumexp]
         return {
+            "signature": [
+                *asked,
+                *["cu_seqlens_q", "cu_seqlens_k=None"] * packs,
+                *["*", "dropout_p", "generator=None"] * drops,
+            ],
+            "checked": [*asked, *["cu_seqlens_q", "cu_seqlens_k"] * packs, *["dropout_p"] * drops],
+            "arguments": [*asked, *held[len(INPUTS) + len(buffers) :], *drawn],
             "forward_outputs": outputs,
             "numbers": numbers,
-            "saved": [*tensors, *outputs],
-            "arguments": [*tensors[:3], *["scale"] * (self.plan.SM_SCALE is None), *self.names.captured],
+            "saved": [*held, *outputs],
             "differentiated": [name for own, name in self.names.buffers.items() if own in wanted],
-            "backward_params": [*tensors, *outputs, *numbers, *grads],
+            "backward_params": [*held, *outputs, *numbers, *grads],
         }
+
+    def _rows_form(self) -> dict[str, object]:
+        """Return how the kernel that prepares rows writes them, and whether the copy engine reads the gradients."""
+        rows = self.backward.delta[1].rows if self.backward else PLAIN_ROWS
+        passes = self.backward.passes if self.backward else ()
+        described = any(arg.role is Role.DESCRIPTOR for one in passes for arg in one.source.args)
+        return {"row_multiple": rows.ROW_MULTIPLE, "writes_tail": rows.writes_tail, "describes_grad": described}
 
     def _shapes(self) -> dict[str, tuple[str, ...]]:
         """Return the sizes B, H, L, D of each input's gradient."""
@@ -293,7 +270,7 @@ class _ModuleText:
         found: dict[str, Table] = {"table": self.exported.table} if self.exported.table else {}
         for one in self.backward.passes if self.backward else ():
             if one.table and all(one.table.source.text != known.source.text for known in found.values()):
-                found[f"{_short(one.plan)}_table"] = one.table
+                found[f"{one.name}_table"] = one.table
         return found
 
     def _modules(self) -> list[Module]:
@@ -301,7 +278,7 @@ class _ModuleText:
         if self.backward:
             if self.backward.passes:
                 found.append(Module("delta", self.backward.delta[0].text, ("backward_delta",)))
-            found += [Module(_short(p.plan), p.source.text, (p.source.entry,)) for p in self.backward.passes]
+            found += [Module(one.name, one.source.text, (one.source.entry,)) for one in self.backward.passes]
         return found + [Module(prefix, table.source.text, ()) for prefix, table in self.tables.items()]
 
     def _texts(self) -> Iterable[str]:
@@ -329,7 +306,7 @@ class _ModuleText:
         if prefix == "delta":
             delta, plan = self.backward.delta
             return [("backward_delta", delta, plan.compile_options, "backward_delta")]
-        passes = [one for one in self.backward.passes if _short(one.plan) == prefix]
+        passes = [one for one in self.backward.passes if one.name == prefix]
         return [(one.source.entry, one.source, one.plan.compile_options, one.source.entry) for one in passes]
 
     # The header.
@@ -355,7 +332,7 @@ class _ModuleText:
         )
 
     def _lengths_text(self) -> str:
-        q, kv = self._multiples()
+        q, kv = length_multiples(self.exported.plans)
         parts = [f"queries in multiples of {q}"] * (q > 1) + [f"keys in multiples of {kv}"] * (kv > 1)
         parts += [condition_text(node, self.names).holds for node in self.exported.assumptions]
         return ", ".join(parts) or "any"
@@ -368,13 +345,6 @@ class _ModuleText:
         if target.backend == "cuda":
             return divmod(int(target.arch), 10)
         return str(target.arch) if target.backend == "hip" else None
-
-    def _multiples(self) -> tuple[int, int]:
-        """Return what the lengths of queries and keys are multiples of."""
-        plans: list[ForwardPlan | BackwardPlan] = [self.plan]
-        plans += [one.plan for one in self.backward.passes] if self.backward else []
-        plans = [plan for plan in plans if plan.IS_DIVISIBLE]
-        return math.lcm(1, *(plan.BLOCK_M for plan in plans)), math.lcm(1, *(plan.BLOCK_N for plan in plans))
 
     def _small_scalars(self) -> list[tuple[str, int]]:
         """Captured whole numbers and the exponent of two below which the kernels take them to be."""
@@ -399,25 +369,21 @@ class _ModuleText:
         floating = [buffer.name for buffer in self.exported.mods.buffers if buffer.dtype.is_floating_point]
         inputs = self.backward.inputs if self.backward else frozenset[str]()
         buffers = self.backward.buffers if self.backward else frozenset[str]()
-        missing = [name for name in _INPUTS if name not in inputs]
+        missing = [name for name in INPUTS if name not in inputs]
         return missing + [self.names.buffers[name] for name in floating if name not in buffers]
 
     # Launches.
 
     def _forward(self) -> LaunchText:
         plan = self.plan
-        block = self._constant("forward", "BLOCK_M", plan.BLOCK_M)
-        if plan.index_map.packs:
-            grid = f"{self._cdiv}(q_len * {plan.GQA_SHARED_HEADS}, {block}) * batch * kv_heads"
-        else:
-            grid = f"{self._cdiv}(q_len, {block}) * batch * q_heads"
+        grid = forward_grid(plan, self._constant("forward", "BLOCK_M", plan.BLOCK_M), self._cdiv)
         return launch_text("forward", grid, self.exported.forward.args, self.names, plan.compile_options)
 
     def _delta(self) -> LaunchText | None:
         if not self.backward or not self.backward.passes:
             return None
         source, plan = self.backward.delta
-        grid = f"{self._cdiv}(q_len, {self._constant('delta', 'BLOCK_M', plan.BLOCK_M)}) * batch * q_heads"
+        grid = delta_grid(plan, self._constant("delta", "BLOCK_M", plan.BLOCK_M), self._cdiv)
         return launch_text(source.entry, grid, source.args, self.names, plan.compile_options)
 
     def _passes(self) -> list[PassText]:
@@ -429,11 +395,10 @@ class _ModuleText:
         return found
 
     def _pass(self, one: Pass) -> PassText:
-        plan, prefix = one.plan, _short(one.plan)
-        if plan.kernel is BackwardKernel.DKDV:
-            grid = f"{self._cdiv}(kv_len, {self._constant(prefix, 'BLOCK_N', plan.BLOCK_N)}) * batch * kv_heads"
-        else:
-            grid = f"{self._cdiv}(q_len, {self._constant(prefix, 'BLOCK_M', plan.BLOCK_M)}) * batch * q_heads"
+        plan = one.plan
+        block_m = self._constant(one.name, "BLOCK_M", plan.BLOCK_M)
+        block_n = self._constant(one.name, "BLOCK_N", plan.BLOCK_N)
+        grid = backward_grid(plan, block_m, block_n, self._cdiv)
         launch = launch_text(one.source.entry, grid, one.source.args, self.names, plan.compile_options)
         if one.table is None:
             return PassText(launch)
@@ -447,16 +412,15 @@ class _ModuleText:
             return []
         flags = {
             name: any(getattr(one.plan, f"WRITE_GRAD_{name.upper()}") for one in self.backward.passes)
-            for name in _INPUTS
+            for name in INPUTS
         }
         return [name for name in flags if name in self.backward.inputs and not flags[name]]
 
     def _name(self, prefix: str, name: str) -> str:
         return self.sections[prefix].names[name]
 
-    @property
-    def _cdiv(self) -> str:
-        return "cdiv" if self.exported.packed else "triton.cdiv"
+    def _cdiv(self, number: str, divisor: str) -> str:
+        return f"{'cdiv' if self.exported.packed else 'triton.cdiv'}({number}, {divisor})"
 
     def _constant(self, prefix: str, name: str, value: int) -> str:
         """Return a template variable for the host code; there is none in a packed module."""
@@ -497,7 +461,7 @@ class _ModuleText:
     def _block_count(self, prefix: str, axis: str) -> str:
         plan = self.tables[prefix].plan
         size = plan.q_block_size if axis == "q" else plan.kv_block_size
-        return f"{self._cdiv}({axis}_len, {self._constant(prefix, f'SPARSE_{axis.upper()}_BLOCK_SIZE', size)})"
+        return self._cdiv(f"{axis}_len", self._constant(prefix, f"SPARSE_{axis.upper()}_BLOCK_SIZE", size))
 
     @staticmethod
     def _summary_shape(axis: str, plan: TablePlan, own: str) -> str:
@@ -517,10 +481,6 @@ def _table_options(plan: TablePlan) -> dict[str, int]:
     return {"num_warps": plan.num_warps, "num_stages": 1}
 
 
-def _short(plan: BackwardPlan) -> str:
-    return plan.kernel.value.removeprefix("backward_")
-
-
 def _pairs(names: Iterable[str]) -> str:
     """Return the inside of a tuple of (name, tensor) pairs."""
     pairs = [f'("{name}", {name})' for name in names]
@@ -531,15 +491,20 @@ def _tuple_text(items: Sequence[str]) -> str:
     return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
 
-_TITLES = {
-    "forward": "The forward kernel.",
-    "delta": "The backward kernels: what each row needs.",
-    "dq": "The backward kernels: dQ.",
-    "dkdv": "The backward kernels: dK and dV.",
-    "table": "The block table: which blocks each row of blocks visits.",
-    "dq_table": "The block table of the dQ kernel.",
-    "dkdv_table": "The block table of the dK and dV kernel.",
-}
+_GRADIENTS = {"dq": "dQ", "dkdv": "dK and dV", "dk": "dK", "dv": "dV"}
+
+
+def _title(prefix: str) -> str:
+    match prefix:
+        case "forward":
+            return "The forward kernel."
+        case "delta":
+            return "The backward kernels: what each row needs."
+        case "table":
+            return "The block table: which blocks each row of blocks visits."
+    kernel = _GRADIENTS[prefix.removesuffix("_table")]
+    is_table = prefix.endswith("_table")
+    return f"The block table of the {kernel} kernel." if is_table else f"The backward kernels: {kernel}."
 
 
 def _comment(module: Module) -> str:
@@ -550,4 +515,4 @@ def _comment(module: Module) -> str:
     for line in body[1].splitlines() if len(body) > 1 else ():
         skipping = line.startswith(("score_mod ", "mask_mod ")) or (skipping and line.startswith(" "))
         kept += [] if skipping else [line]
-    return "\n".join(f"# {line}".rstrip() for line in [_TITLES[module.prefix], *([""] if kept else []), *kept])
+    return "\n".join(f"# {line}".rstrip() for line in [_title(module.prefix), *([""] if kept else []), *kept])

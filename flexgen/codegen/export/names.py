@@ -12,18 +12,22 @@ from flexgen.errors import UnsupportedProblemError
 from flexgen.ir.graph import Mods
 
 _LENGTHS = {"Q_LEN": "q_len", "KV_LEN": "kv_len", "Q_HEADS": "q_heads", "BATCH": "batch"}
+_LENGTHS |= {"Q_TOTAL": "q_len", "KV_TOTAL": "kv_len", "SEQUENCES": "sequences"}
 
 # Names of the host code itself, which captured values may not take.
 # fmt: off
 _RESERVED = frozenset((
-    "architecture", "attention", "batch", "capacity", "check", "columns", "compiled_for", "ctx", "delta", "dense",
-    "device", "ends", "fix", "forward", "found", "full_counts", "full_kv_num_blocks", "full_q_num_blocks",
-    "grad_key", "grad_logsumexp", "grad_output", "grad_query", "grad_scale", "grad_value", "head_dims", "heads",
-    "interprets", "key", "kv_batch", "kv_heads", "kv_indices", "kv_len", "kv_num_blocks", "kv_offsets",
-    "launch_backward", "launch_forward", "list_blocks", "lists", "logsumexp", "logsumexp_tail", "mask_batch",
-    "mask_heads", "max_scores", "name", "one", "output", "partial_counts", "q_heads", "q_indices", "q_len",
-    "q_num_blocks", "q_offsets", "query", "refuse_gradient", "row_shift", "rows", "scale", "scratch", "shapes",
-    "span", "tensor", "tl", "torch", "triton", "value",
+    "architecture", "attention", "batch", "block", "capacity", "check", "columns", "compiled_for", "copyable",
+    "ctx", "cu_seqlens_k", "cu_seqlens_q", "delta", "dense", "describe", "device", "drop_below", "dropout_p",
+    "dropout_seed", "ends", "fence_async_shared", "fix", "forward", "found", "full_counts", "full_kv_num_blocks",
+    "full_q_num_blocks", "generator", "gl", "gluon", "grad_key", "grad_logsumexp", "grad_output", "grad_query",
+    "grad_scale", "grad_value", "head_dims", "heads", "interprets", "keep_scale", "key", "kv_batch", "kv_heads",
+    "kv_indices", "kv_len", "kv_num_blocks", "kv_offsets", "launch_backward", "launch_forward", "layout",
+    "libdevice", "list_blocks", "lists", "logsumexp", "logsumexp_tail", "mask_batch", "mask_heads", "max_scores",
+    "mbarrier", "name", "names", "offsets", "one", "outer", "output", "padded", "partial_counts", "places",
+    "q_heads", "q_indices", "q_len", "q_num_blocks", "q_offsets", "query", "refuse_gradient", "row_shift",
+    "row_tail", "rows", "scale", "scratch", "sequences", "shape", "shapes", "span", "strides", "tensor", "tl",
+    "tma", "torch", "triton", "value", "warpgroup_mma", "warpgroup_mma_wait",
 ))
 # fmt: on
 
@@ -67,8 +71,10 @@ class HostNames:
     def value(self, arg: Arg) -> str:
         """Return the expression of an argument's value."""
         match arg.role:
-            case Role.TENSOR | Role.TABLE:
+            case Role.TENSOR | Role.TABLE | Role.CU_SEQLENS | Role.DROPOUT:
                 return arg.of
+            case Role.DESCRIPTOR:
+                return f"describe({arg.of}, [{_block_of(arg)}])"
             case Role.TENSOR_STRIDE | Role.TABLE_STRIDE:
                 return f"{arg.of}.stride({arg.dim})"
             case Role.TABLE_SIZE:
@@ -94,3 +100,8 @@ class HostNames:
             why="the host code of a stand-alone module has no value for it",
             fix="run it through flexgen.compile, or choose options that use another kernel",
         )
+
+
+def _block_of(arg: Arg) -> str:
+    """Return the sizes of a descriptor's tile, which its type names."""
+    return arg.type[arg.type.index("[") + 1 : arg.type.index("]")]
