@@ -21,17 +21,45 @@ from tests.report.browser import browser, missing  # noqa: E402
 
 COLORS = 96  # of a small file; the pictures have few colours besides the shades of their text
 
+LAST_BATCH = 1  # whose prefix is the longer one
+TILES = ("--set", "BLOCK_M=64", "BLOCK_N=64")  # the same in all pictures
+
 # The picture, the file of the mask, and a length at which its structure shows.
 PICTURES = (
     ("mask_sliding_window", "sliding_window.py", 1024),
     ("mask_documents", "document_mask.py", None),
+    ("mask_causal", "causal.py", 1024),
+    ("mask_prefix", "prefix_lm.py", 512),
+    ("mask_row_reduced", "row_reduced.py", 512),
+    ("mask_neighbourhood", "neighbourhood_2d.py", None),
 )
+
+# Masks that no example holds, by the name of the file they are written to.
+SOURCES = {
+    "row_reduced.py": """\
+import torch
+
+lengths = torch.tensor([100, 220, 62, 130])
+document = torch.repeat_interleave(torch.arange(4), lengths)
+offsets = lengths.cumsum(0) - lengths
+
+
+def mask_mod(b, h, q_idx, kv_idx):
+    start = offsets[document[q_idx]]
+    return (kv_idx >= start) & (kv_idx <= q_idx)
+""",
+}
 
 
 def draw(name: str, file: str, length: int | None) -> Path:
     path = ROOT / "docs" / "images" / f"{name}.png"
-    shape = ["--shape", f"1,4,4,{length},{length},64,64"] if length else []
-    code = main(["mask", str(ROOT / "examples" / file), "--target", "sm_90", *shape, "--png", str(path)])
+    shape = ["--shape", f"2,4,4,{length},{length},64,64"] if length else []
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, file) if file in SOURCES else ROOT / "examples" / file
+        if file in SOURCES:
+            source.write_text(SOURCES[file])
+        place = ["--batch", str(LAST_BATCH)] if name == "mask_prefix" else []
+        code = main(["mask", str(source), "--target", "sm_90", *TILES, *shape, *place, "--png", str(path)])
     if code:
         sys.exit(code)
     shrink(path)
