@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from flexgen.runtime.describe import (
     TRUSTED_SCALAR,
     Launch,
     check_tensors,
+    condition_names,
     describe_guard,
     describe_problem,
     scalars_are_trusted,
@@ -61,7 +63,7 @@ from flexgen.torch_library.call import (
 )
 from flexgen.torch_library.refuse import refuse
 from flexgen.torch_library.spec import AT_ZERO, Starts
-from flexgen.training import Basis, Training
+from flexgen.training import Basis, Called, Training
 from flexgen.tuning.autotune import autotuned_settings, refuse_autotune
 from flexgen.tuning.tune import TuningSubject
 
@@ -266,7 +268,7 @@ class Attention:
         query, key, value = tensors
         records = grad_is_needed(query, key, value, reading.buffers)
         if records:  # the backward recomputes weights from it
-            extras = replace(extras, aux=replace(extras.aux, lse=True))
+            extras = extras.with_lse()
         prepared, buffers = self._ready(reading, tensors, extras)
         values = Values(reading.buffers, buffers, reading.scalars)
         lists = self._tables.lists(prepared.request, extras.block_table, values)
@@ -304,7 +306,8 @@ class Attention:
     ) -> Gradients:
         """Return the wanted gradients of a call that `run` made; see `Step.backward`."""
         prepared, _ = self._ready(reading, tensors, extras)
-        return self._training.backward(prepared.basis(reading.scalars), saved, grad_output, grad_logsumexp, wanted)
+        called = Called(prepared.basis, reading.scalars)
+        return self._training.backward(called, saved, grad_output, grad_logsumexp, wanted)
 
     def _through_operator(
         self,
@@ -341,14 +344,16 @@ class Attention:
         extras: Extras,
     ) -> dict[str, torch.Tensor]:
         """Run a prepared forward under autograd."""
-        basis: Basis = prepared.basis(reading.scalars)
-        if isinstance(extras.block_table, DerivedTable):
-            basis = replace(basis, given=extras.block_table)
-        query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
-        inputs = (query, _broadcast(key, query.shape[0]), _broadcast(value, query.shape[0]), *buffers)
+        given = extras.block_table if isinstance(extras.block_table, DerivedTable) else None
+        called = Called(prepared.basis, reading.scalars, given)
+        query, key, value = tensors
+        if self.options.layout != "bhsd":
+            query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
+        batch = query.shape[0]
+        inputs = (query, _broadcast(key, batch), _broadcast(value, batch), *buffers)
         step = Step(
             lambda: prepared.run(*tensors, buffers, reading.scalars, lists, extras.packing, extras.dropout),
-            lambda *given: self._training.backward(basis, *given),
+            partial(self._training.backward, called),
             extras.packing,
             extras.dropout,
         )
@@ -514,17 +519,22 @@ class Attention:
             extras.packing.form if extras.packing is not None else None,
             table_form(block_table) if block_table is not None else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]),
-            self._scalar_form(reading),
+            self._scalar_form(reading, query, key),
             extras.dropout is not None,
         )
 
-    def _scalar_form(self, reading: Reading) -> Hashable:
-        """Return what a kernel's choice depends on in captured numbers: their size classes, or their values."""
+    def _scalar_form(self, reading: Reading, query: torch.Tensor, key: torch.Tensor) -> Hashable:
+        """Return what a kernel's choice depends on in captured numbers: size classes, and whether a proof holds."""
         if not reading.scalars:
             return None
-        if self._understand(reading).facts.rows_safe.assumptions:
-            return reading.scalars
-        return tuple([(abs(n) > INDEX_LIMIT, abs(n) >= TRUSTED_SCALAR) for n in reading.scalars])
+        sizes = tuple([(abs(n) > INDEX_LIMIT, abs(n) >= TRUSTED_SCALAR) for n in reading.scalars])
+        hold = self._understand(reading).numbers_hold
+        if hold is None or query.dim() != 4 or key.dim() != 4:
+            return sizes
+        at, mods = 2 if self.options.layout == "bhsd" else 1, reading.captured.mods
+        buffers = dict(zip([buffer.name for buffer in mods.buffers], reading.buffers, strict=True))
+        scalars = dict(zip([scalar.name for scalar in mods.scalars], reading.scalars, strict=True))
+        return sizes, hold(condition_names(buffers, scalars, query.shape[at], key.shape[at]))
 
     def _describe(
         self,
@@ -658,7 +668,7 @@ class Attention:
         derived, parts = call.derived, (call.understood, call.launch)
         request = self._tables.request(*parts, derived, call.guard, target) if derived else None
         prepared = Prepared(self._kernel(call), call.launch, call.outputs, (call.understood, kept), request)
-        prepared.basis = _basis_maker(call, target)
+        prepared.basis = _basis(call, target)
         self._keep(self._prepared, form, prepared)
         return prepared
 
@@ -672,17 +682,9 @@ class Attention:
 
 
 def _basis(call: _Call, target: Target) -> Basis:
-    """Return what the backward needs to know of a call."""
-    return _basis_maker(call, target)(tuple(call.launch.scalars.values()))
-
-
-def _basis_maker(call: _Call, target: Target) -> Callable[[Any], Basis]:
-    """Return the maker of what the backward needs to know of a call of this form, given its numbers."""
-    names, understood, table = list(call.launch.scalars), call.understood, call.table
-    scale, problem, derived = call.launch.scale, call.problem, call.derived
-    return lambda scalars: Basis(
-        understood, problem, target, table, scale, dict(zip(names, scalars, strict=True)), derived
-    )
+    """Return what the backward needs to know of calls of this form."""
+    launch = call.launch
+    return Basis(call.understood, call.problem, target, call.table, launch.scale, tuple(launch.scalars), call.derived)
 
 
 def _offline_target(query: torch.Tensor) -> Target:

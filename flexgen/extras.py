@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexgen.aux_outputs import NO_AUX, AuxRequest
+from flexgen.aux_outputs import NO_AUX, WITH_LSE, AuxRequest
 from flexgen.runtime.dropout import Dropout
 from flexgen.runtime.packing import Packing
 
@@ -23,12 +23,17 @@ class Extras:
         dropout: which softmax weights are dropped; None for none.
     """
 
-    scale: float | None = None
-    aux: AuxRequest = NO_AUX
+    scale: float | None
+    aux: AuxRequest  # without a default, which torch.compile of torch 2.11 could not wrap
     block_table: Any = None
     packing: Packing | None = None
     validate: bool = False
     dropout: Dropout | None = None
 
+    def with_lse(self) -> Extras:
+        """Return the same, also asking for the logsumexp; quicker than dataclasses.replace."""
+        aux = WITH_LSE[self.aux.max_scores]
+        return Extras(self.scale, aux, self.block_table, self.packing, self.validate, self.dropout)
 
-NO_EXTRAS = Extras()
+
+NO_EXTRAS = Extras(None, NO_AUX)

@@ -230,9 +230,16 @@ def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
 
 def _numbers(launch: Launch) -> dict[str, int | float]:
     """Everything that conditions over a launch may name."""
-    sizes = {size_name(name, dim): size for name, t in launch.buffers.items() for dim, size in enumerate(t.shape)}
-    lengths = {"Q_LEN": launch.q_offset + launch.q_len, "KV_LEN": launch.kv_offset + launch.kv_len}
-    return {**sizes, **launch.scalars, **lengths}
+    ends = (launch.q_offset + launch.q_len, launch.kv_offset + launch.kv_len)
+    return condition_names(launch.buffers, launch.scalars, *ends)
+
+
+def condition_names(
+    buffers: Mapping[str, torch.Tensor], scalars: Mapping[str, int | float], q_end: int, kv_end: int
+) -> dict[str, int | float]:
+    """Return the values of what conditions may name: sizes of captured tensors, captured numbers, lengths."""
+    sizes = {size_name(name, dim): size for name, tensor in buffers.items() for dim, size in enumerate(tensor.shape)}
+    return {**sizes, **scalars, "Q_LEN": q_end, "KV_LEN": kv_end}
 
 
 def scalars_are_trusted(scalars: Mapping[str, int | float]) -> bool:

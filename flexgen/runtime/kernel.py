@@ -107,7 +107,7 @@ def executor(source: KernelSource, target: Target, compile_options: Mapping[str,
         num_stages=options.pop("num_stages"),
         extra_options=options,
         line_map=source.line_map,
-    ).launch
+    )
 
 
 class Kernel:

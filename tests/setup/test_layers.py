@@ -35,6 +35,7 @@ LAYERS = (
         "export_binary",
         "lowered",
         "pickling",
+        "prepared_backward",
         "pipeline",
         "torch_library",
         "sinks",
