@@ -22,6 +22,7 @@ from flexgen.commands.subject import Subject, fitting_shape
 from flexgen.commands.tile_map import map_tiles
 from flexgen.errors import FlexgenError
 from flexgen.explain import value_text
+from flexgen.explain_score import score_facts
 from flexgen.explain_work import work_rows
 from flexgen.lowered import Lowered
 from flexgen.lowering.decision import Decision
@@ -229,6 +230,7 @@ def _facts(lowered: Lowered) -> Iterator[Row]:
     packs = lowered.plan.index_map.packs
     facts = lowered.understood.packed_facts() if packs else lowered.understood.facts
     yield from (_labelled(line) for line in facts.describe().splitlines())
+    yield from (Row(*row) for row in score_facts(lowered.understood.mods.score, lowered.plan.query_dtype))
     schedule = lowered.plan.schedule
     yield Row("walk", f"{schedule.walk.value}: {schedule.because}")
     for number, segment in enumerate(schedule.segments, 1):

@@ -30,6 +30,7 @@ LAYERS = (
         "explain",
         "extras",
         "jagged",
+        "explain_score",
         "explain_work",
         "export",
         "export_binary",
