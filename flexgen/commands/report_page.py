@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from flexgen.codegen.html import asset, content_hash, render_html
+from flexgen.commands.console import counted
 from flexgen.commands.file_spec import parse_file_spec
 from flexgen.commands.mask_subject import MaskSubject, Place, mask_subject
 from flexgen.commands.offline import Built, build_offline, triton_is_installed
@@ -18,6 +19,7 @@ from flexgen.commands.report_score import ScoreSubject, score_plots
 from flexgen.commands.report_source import SourceView, source_views
 from flexgen.commands.report_work import roofline
 from flexgen.commands.resource_report import occupancy_text
+from flexgen.commands.spills import spill_reasons, spills
 from flexgen.commands.subject import Subject, fitting_shape
 from flexgen.commands.tile_map import map_tiles
 from flexgen.errors import FlexgenError
@@ -86,6 +88,7 @@ class Cost:
     Attributes:
         numbers: registers, spills, shared memory, occupancy.
         spills: registers are spilled.
+        reasons: why they are, where they are.
         shared_share: of the target's shared memory that is used, from 0 to 1.
         counts: instructions by kind.
         instructions: opcode, count, and its share of the most frequent one's.
@@ -95,6 +98,7 @@ class Cost:
     tile: str
     numbers: tuple[Row, ...]
     spills: bool
+    reasons: tuple[Row, ...]
     shared_share: float
     counts: tuple[Count, ...]
     instructions: tuple[tuple[str, int, float], ...]
@@ -313,7 +317,7 @@ def _cost(built: Built) -> Cost:
     planned = "" if isinstance(plan, DeltaPlan) else f", planned at most {plan.shared_bytes:,}"
     return Cost(
         kernel=built.entry,
-        tile=_tile(plan),
+        tile=_tile(plan, costs.num_warps),
         numbers=(
             Row("registers", f"{costs.registers} a thread"),
             Row("spilled", f"{costs.spill_stores} + {costs.spill_loads} bytes a thread" if spilled else "nothing"),
@@ -321,6 +325,7 @@ def _cost(built: Built) -> Cost:
             Row("occupancy", occupancy_text(built)),
         ),
         spills=spilled > 0,
+        reasons=tuple(Row(*reason) for reason in spill_reasons(built)) if spills(built) else (),
         shared_share=min(costs.shared_bytes / shared, 1.0) if shared else 0.0,
         counts=tuple(counts),
         instructions=tuple((name, count, count / most) for name, count in ordered),
@@ -328,10 +333,12 @@ def _cost(built: Built) -> Cost:
     )
 
 
-def _tile(plan: WalkPlan | DeltaPlan) -> str:
+def _tile(plan: WalkPlan | DeltaPlan, warps: int) -> str:
     if isinstance(plan, DeltaPlan):
-        return f"{plan.BLOCK_M} rows, {plan.num_warps} warps"
-    return f"{plan.BLOCK_M} queries x {plan.BLOCK_N} keys, {plan.num_warps} warps, {plan.num_stages} stages"
+        return f"{plan.BLOCK_M} rows, {counted(warps, 'warp')}"
+    return (
+        f"{plan.BLOCK_M} queries x {plan.BLOCK_N} keys, {counted(warps, 'warp')}, {counted(plan.num_stages, 'stage')}"
+    )
 
 
 # Work.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 80, 18, 14, 46
@@ -29,12 +29,19 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point, and what it stands for, told below the picture under its number."""
+    """A point, and what it stands for, told below the picture under its number.
+
+    Attributes:
+        numbers: what is written beside it: its own, and those of the points that lie there too; "" beside one of them.
+        below: the numbers stand below it, not above.
+    """
 
     x: float
     y: float
     label: str
     style: str
+    numbers: str = ""
+    below: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,24 @@ def linear_ticks(scale: Scale, count: int = 6) -> tuple[Tick, ...]:
     first = math.ceil(scale.low / step)
     values = [number * step for number in range(first, math.floor(scale.high / step) + 1)]
     return tuple(Tick(scale.at(value), number_text(value)) for value in values)
+
+
+def numbered(marks: Sequence[Mark]) -> tuple[Mark, ...]:
+    """Number points from 1, those that lie together at the first of them, and neighbours above and below in turn."""
+    together: dict[int, list[int]] = {}
+    for number, mark in enumerate(marks, 1):
+        near = (first for first in together if _is_near(marks[first - 1], mark))
+        together.setdefault(next(near, number), []).append(number)
+    placed = sorted(together, key=lambda first: marks[first - 1].x)
+    found = list(marks)
+    for place, first in enumerate(placed):
+        text = ", ".join(map(str, together[first]))
+        found[first - 1] = replace(marks[first - 1], numbers=text, below=place % 2 == 1)
+    return tuple(found)
+
+
+def _is_near(one: Mark, other: Mark) -> bool:
+    return abs(one.x - other.x) < 12 and abs(one.y - other.y) < 12
 
 
 def number_text(value: float) -> str:

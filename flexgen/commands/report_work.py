@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexgen.commands.report_plot import Mark, Plot, Scale, Shape, Tick, line_path, x_scale, y_scale
+from flexgen.commands.report_plot import Mark, Plot, Scale, Shape, Tick, line_path, numbered, x_scale, y_scale
 from flexgen.explain_work import quantity
 from flexgen.work import Bound, Work
 
+_HEADROOM = 2.5  # above the roof, for the numbers of points on it
 _BOUND_BY = {"matrix unit": "the matrix unit", "memory": "memory", "exponentials": "exponentials"}
 
 
@@ -23,7 +24,7 @@ def roofline(works: Sequence[Work]) -> Plot | None:
     intensities = [work.intensity for work in shown]
     x = x_scale(_decade(min(*intensities, balance), -1), _decade(max(*intensities, balance), 1), logarithmic=True)
     reached = [work.flops / work.bound.seconds for work in shown if work.bound]
-    y = y_scale(_decade(min(*reached, x.low * memory), 0), _decade(matrix, 1), logarithmic=True)
+    y = y_scale(_decade(min(*reached, x.low * memory), 0), _HEADROOM * matrix, logarithmic=True)
     roof = [(x.low, max(x.low * memory, y.low)), (balance, matrix), (x.high, matrix)]
     if x.low * memory < y.low:
         roof[0] = (y.low / memory, y.low)
@@ -40,9 +41,11 @@ def roofline(works: Sequence[Work]) -> Plot | None:
         x_ticks=_decades(x, ""),
         y_ticks=_decades(y, ""),
         shapes=(Shape(line_path(roof, x, y), "curve roof"),),
-        marks=tuple(
-            _mark(work, value, x, y, "abcd"[number % 4])
-            for number, (work, value) in enumerate(zip(shown, reached, strict=True))
+        marks=numbered(
+            [
+                _mark(work, value, x, y, "abcd"[number % 4])
+                for number, (work, value) in enumerate(zip(shown, reached, strict=True))
+            ]
         ),
     )
 

@@ -35,7 +35,7 @@ def write_spills(built: Built, setting: str, console: Console) -> None:
     plan, costs = built.plan, built.resources
     with_setting = f" with {setting}" if setting else ""
     console.line(Span(f"why {built.entry} spills on {plan.target.name}{with_setting}", "bold"))
-    for label, text in _reasons(built):
+    for label, text in spill_reasons(built):
         for number, part in enumerate(wrapped(text, 80)):
             console.line(Span(f"  {label if number == 0 else '':<16}", "cyan"), part)
     source = built.lowered.sources[built.entry]
@@ -47,7 +47,8 @@ def write_spills(built: Built, setting: str, console: Console) -> None:
         console.line(Span(f"  {'':<16}{'':>7}  line {line}, from {source.line_map[line - 1]}"[:100], "dim"))
 
 
-def _reasons(built: Built) -> Iterator[tuple[str, str]]:
+def spill_reasons(built: Built) -> Iterator[tuple[str, str]]:
+    """Yield label and text of why a kernel that spills does, and what would leave a thread fewer values."""
     plan, costs = built.plan, built.resources
     limit = _register_limit(built)
     if not isinstance(plan, DeltaPlan):
@@ -55,7 +56,7 @@ def _reasons(built: Built) -> Iterator[tuple[str, str]]:
         parts = ", ".join(f"{name} {number}" for name, number in held.items())
         total = sum(held.values())
         yield "a thread holds", f"{parts}: {total} values of 32 bits, besides addresses and row statistics"
-        yield "it has", f"{costs.registers} registers, {limit} at most: {_limit_reason(built, limit)}"
+        yield "it has", _registers_text(built, limit)
         if multiplies_without_matrix_unit(built):
             yield (
                 "besides",
@@ -81,6 +82,10 @@ def multiplies_without_matrix_unit(built: Built) -> bool:
 
 def held_values(plan: WalkPlan) -> Mapping[str, int]:
     """Return the 32-bit values that a thread holds of each tile that stays in registers, by the tile's name."""
+    return {name: number for name, number in _held(plan).items() if number}
+
+
+def _held(plan: WalkPlan) -> Mapping[str, int]:
     if isinstance(plan, GluonPlan):
         threads, rows = 4 * plan.target.warp_size, WARPGROUP_ROWS
         return {"acc": rows * plan.V_HEAD_DIM_ROUNDED // threads, "score": rows * plan.BLOCK_N // threads}
@@ -108,11 +113,28 @@ def lighter_steps(plan: WalkPlan) -> list[tuple[Settings, int]]:
         ((option, value),) = step.items()
         name = option[len("fwd_") :]
         field = blocks.get(name, name)
-        if field not in ("BLOCK_M", "BLOCK_N", "num_warps"):
+        if field not in _fields_of_weight(plan):
             continue
         number = sum(held_values(dataclasses.replace(plan, **{field: value})).values())  # type: ignore[arg-type]
         found += [(step, number)] if number < own else []
     return sorted(found, key=lambda one: one[1])
+
+
+def _fields_of_weight(plan: WalkPlan) -> frozenset[str]:
+    """Return the fields that decide how much a thread holds, and that an option may change in this kind of kernel."""
+    if isinstance(plan, GluonPlan):
+        return frozenset({"BLOCK_N"})
+    if isinstance(plan, GluonBackwardPlan):  # each consumer owns a fixed number of rows
+        return frozenset({"BLOCK_N" if plan.kernel is BackwardKernel.DQ else "BLOCK_M"})
+    return frozenset({"BLOCK_M", "BLOCK_N", "num_warps"})
+
+
+def _registers_text(built: Built, limit: int) -> str:
+    plan, registers = built.plan, built.resources.registers
+    if isinstance(plan, GluonPlan | GluonBackwardPlan) and plan.maxnreg != plan.CONSUMER_REGISTERS:
+        shared_out = f"{registers} at launch, which the partitions then share out (maxnreg)"
+        return f"{plan.CONSUMER_REGISTERS} registers where it computes; {shared_out}"
+    return f"{registers} registers, {limit} at most: {_limit_reason(built, limit)}"
 
 
 def _register_limit(built: Built) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import json
 import re
 from dataclasses import FrozenInstanceError, replace
@@ -18,6 +19,7 @@ from flexgen.commands.arguments import Shape
 from flexgen.commands.mask_subject import Place, mask_subject
 from flexgen.commands.report_mask import STATES, mask_box, mask_picture
 from flexgen.commands.report_page import Page, report_page
+from flexgen.commands.report_plot import Mark, numbered
 from flexgen.commands.report_score import ScoreSubject, score_plots
 from flexgen.commands.report_source import coloured, source_views
 from flexgen.commands.subject import Subject
@@ -363,3 +365,27 @@ def test_packed_sequences_are_looked_at_one_by_one(run: Run, tmp_path: Path) -> 
     assert "--packed" in text and "<dt>dropout</dt><dd>0.1</dd>" in text
     said = run("report", file, "-o", output, "--batch", "3", *given)
     assert said.code == 2 and "--batch 3 is outside of the shape" in said.err
+
+
+def test_points_that_lie_together_share_their_numbers() -> None:
+    marks = [
+        Mark(100, 50, "forward", "a"),
+        Mark(300, 50, "dq", "b"),
+        Mark(160, 50, "dv", "c"),
+        Mark(305, 55, "dk", "d"),
+    ]
+    found = numbered(marks)
+    assert [(mark.numbers, mark.below) for mark in found] == [("1", False), ("2, 4", False), ("3", True), ("", False)]
+    assert [mark.label for mark in found] == [mark.label for mark in marks]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_a_kernel_that_spills_says_why_and_what_would_hold_less(run: Run, tmp_path: Path) -> None:
+    file, output = tmp_path / "causal.py", tmp_path / "report.html"
+    file.write_text("def mask_mod(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n")
+    setting = ("--set", "BLOCK_M=32", "BLOCK_N=128", "num_warps=1", "num_stages=1")
+    said = run("report", file, "-o", output, "--target", "sm_80", "--shape", "1,1,1,256,256,64,64", *setting)
+    assert said.code == 0, said.err
+    text = output.read_text()
+    assert "Why forward spills" in text and "32 queries x 128 keys, 1 warp, 1 stage<" in text
+    assert "192 values of 32 bits" in text and "with fwd_num_warps=2" in text
