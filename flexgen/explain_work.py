@@ -69,7 +69,7 @@ def _best(work: Work, bound: Bound, sizes: Sizes) -> str:
     if work.kernel != "forward" or not work.visited.live:
         return ""
     best = useful_flops(sizes, work.visited.live) / bound.seconds
-    return f", {best / 1e12:.3g} TFLOP/s over live pairs or less"
+    return f", {_rounded(best / 1e12)} TFLOP/s over live pairs or less"
 
 
 def _rate(bound: Bound) -> str:
@@ -84,16 +84,21 @@ def quantity(number: float, unit: str) -> str:
     """Return a number with three digits and a prefix: "4.19 MB"."""
     for size, prefix in _PREFIXES:
         if number >= size:
-            return f"{number / size:.3g} {prefix}{unit}"
-    return f"{number:.3g} {unit}".rstrip()
+            return f"{_rounded(number / size)} {prefix}{unit}"
+    return f"{_rounded(number)} {unit}".rstrip()
 
 
 def duration(seconds: float) -> str:
     """Return a time with three digits: "12.3 us"."""
     for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= size:
-            return f"{seconds / size:.3g} {name}"
-    return f"{seconds / 1e-9:.3g} ns"
+            return f"{_rounded(seconds / size)} {name}"
+    return f"{_rounded(seconds / 1e-9)} ns"
+
+
+def _rounded(number: float) -> str:
+    """Return a number with three digits, never in the form 1e+03."""
+    return f"{float(f'{number:.3g}'):g}"
 
 
 def share(part: float, whole: float) -> str:

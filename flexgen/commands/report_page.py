@@ -25,7 +25,7 @@ from flexgen.commands.tile_map import map_tiles
 from flexgen.errors import FlexgenError
 from flexgen.explain import value_text
 from flexgen.explain_score import score_facts
-from flexgen.explain_work import work_rows
+from flexgen.explain_work import duration, work_rows
 from flexgen.lowered import Lowered
 from flexgen.lowering.decision import Decision
 from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
@@ -346,10 +346,10 @@ def _tile(plan: WalkPlan | DeltaPlan, warps: int) -> str:
 
 def _work(work: Work, subject: Subject) -> WorkView:
     longest = work.bound.seconds if work.bound else 0.0
-    units = tuple((one.unit, one.seconds / longest, _microseconds(one.seconds)) for one in work.bounds if longest)
+    units = tuple((one.unit, one.seconds / longest, _duration(one.seconds)) for one in work.bounds if longest)
     rows = tuple(Row(label, text) for label, text in work_rows(work, subject.shape))
     return WorkView(work.kernel, rows, units)
 
 
-def _microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} \N{MICRO SIGN}s"
+def _duration(seconds: float) -> str:
+    return duration(seconds).replace(" us", " \N{MICRO SIGN}s")

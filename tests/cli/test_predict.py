@@ -195,4 +195,5 @@ def test_targets_agree_with_their_chips():
 
 def test_numbers_are_short():
     assert quantity(4_194_304, "B") == "4.19 MB" and quantity(12, "B") == "12 B" and quantity(2.5e12, "/s") == "2.5 T/s"
+    assert duration(9.996e-4) == "1000 us" and quantity(999.6, "B") == "1000 B"
     assert duration(1.234e-5) == "12.3 us" and duration(2e-9) == "2 ns" and duration(3) == "3 s"
