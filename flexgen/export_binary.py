@@ -32,7 +32,7 @@ def export_package(lowered: Sequence[Lowered], *, layout: Layout, aux: AuxReques
     """Return the files of a package by their paths in it.
 
     Args:
-        lowered: one for each target, with `plain_options`.
+        lowered: one for each target, by `lower_plain`.
         layout, aux, how: as for `export_module`.
 
     Raises:
@@ -151,6 +151,8 @@ def _divisible(lowered: Lowered, kernel: PackedKernel) -> frozenset[int]:
         return frozenset()
     if kernel.stage == "forward":
         return lowered.divisible
+    if kernel.stage == "combine":
+        return lowered.second_divisible
     assert lowered.backward is not None
     return lowered.backward.divisible[list(lowered.backward.passes).index(kernel.stage)]
 

@@ -133,7 +133,7 @@ class PreparedBackward:
         self._form, self._tables = form, tables
         # Lists by columns that the block mask lacks are derived anew each time: its own may be changed in place.
         self._columns_of = table if table is not None and _lacks_columns(table) else None
-        self._delta = PreparedStep(delta, launch, outputs, lists_change=False) if passes else None
+        self._delta = PreparedStep(delta.step(launch), launch, outputs, lists_change=False) if passes else None
         self._passes = [(one, self._step(one, launch, outputs)) for one in passes]
         self._unwritten = [name for name, *_ in form.inputs if not any(_writes(one.plan, name) for one in passes)]
         names = list(launch.buffers)
@@ -149,7 +149,8 @@ class PreparedBackward:
 
     def _step(self, one: Pass, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> PreparedStep:
         lists_change = one.request is not None or self._columns_of is not None
-        return PreparedStep(one.kernel, replace(launch, table=one.lists), outputs, lists_change=lists_change)
+        launch = replace(launch, table=one.lists)
+        return PreparedStep(one.kernel.step(launch), launch, outputs, lists_change=lists_change)
 
     def run(
         self,

@@ -28,7 +28,7 @@ from flexgen.explain_score import score_facts
 from flexgen.explain_work import duration, work_rows
 from flexgen.lowered import Lowered
 from flexgen.lowering.decision import Decision
-from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
+from flexgen.lowering.plans import AnyBackwardPlan, RowPlan, WalkPlan
 from flexgen.lowering.triton.backward_plan import DeltaPlan
 from flexgen.runtime.machine_code import EXPONENTIAL, LOAD, LOCAL, MATRIX, STORE
 from flexgen.work import Work
@@ -314,7 +314,7 @@ def _cost(built: Built) -> Cost:
         Count(name, f"{costs.code.count(*kind):,}", f"{loop.count(*kind):,}" if loop else "") for name, kind in _KINDS
     ]
     shared = plan.target.shared_bytes
-    planned = "" if isinstance(plan, DeltaPlan) else f", planned at most {plan.shared_bytes:,}"
+    planned = "" if isinstance(plan, RowPlan) else f", planned at most {plan.shared_bytes:,}"
     return Cost(
         kernel=built.entry,
         tile=_tile(plan, costs.num_warps),
@@ -333,9 +333,9 @@ def _cost(built: Built) -> Cost:
     )
 
 
-def _tile(plan: WalkPlan | DeltaPlan, warps: int) -> str:
-    if isinstance(plan, DeltaPlan):
-        return f"{plan.BLOCK_M} rows, {counted(warps, 'warp')}"
+def _tile(plan: WalkPlan | RowPlan, warps: int) -> str:
+    if isinstance(plan, RowPlan):
+        return f"{counted(plan.BLOCK_M, 'row')}, {counted(warps, 'warp')}"
     return (
         f"{plan.BLOCK_M} queries x {plan.BLOCK_N} keys, {counted(warps, 'warp')}, {counted(plan.num_stages, 'stage')}"
     )

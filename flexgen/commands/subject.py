@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -68,11 +68,10 @@ class Subject:
         attention = Attention(own.score_mod, own.mask_mod, own.options.over(settings))
         return dataclasses.replace(self, attention=attention)
 
-    def with_options(self, change: Callable[[Options], Options]) -> Subject:
-        """Return the same with changed options."""
+    def with_options(self, options: Options) -> Subject:
+        """Return the same with other options."""
         own = self.attention
-        changed = Attention(own.score_mod, own.mask_mod, change(own.options))
-        return dataclasses.replace(self, attention=changed)
+        return dataclasses.replace(self, attention=Attention(own.score_mod, own.mask_mod, options))
 
     def lower(self, target: str, aux: AuxRequest | None = None, *, backward: bool = False) -> Lowered:
         """Lower without allocating query, key or value, which require grad for the backward kernels."""

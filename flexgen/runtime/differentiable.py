@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -133,6 +133,24 @@ def grad_is_needed(
     if query.requires_grad or key.requires_grad or value.requires_grad:
         return True
     return bool(buffers) and any([buffer.requires_grad for buffer in buffers])  # noqa: C419 (faster)
+
+
+def refuse_gradients(sides: Collection[str], key: torch.Tensor) -> None:
+    """Refuse to record a call with what no backward kernel takes.
+
+    Args:
+        sides: names of what the call brings besides query, key and value.
+
+    Raises:
+        UnsupportedProblemError: says what.
+    """
+    if sides or key.dtype.itemsize == 1:
+        what = next(iter(sides)) if sides else f"keys in {str(key.dtype).removeprefix('torch.')}"
+        raise UnsupportedProblemError(
+            f"gradients are wanted of a call with {what}",
+            why="it serves decoding and prefilling; no backward kernel reads it",
+            fix="call under torch.no_grad(), or with tensors that do not require grad",
+        )
 
 
 def attend(step: Step, inputs: Sequence[torch.Tensor]) -> Outputs:

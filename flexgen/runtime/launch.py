@@ -114,6 +114,11 @@ class Launcher:
 
         return launch if x * y * z else lambda values: None
 
+    def warm(self, device: int, args: Sequence[object]) -> None:
+        """Compile and load for launches on a device with such arguments, tensors for pointers; of memory or none."""
+        with torch.cuda.device(device):
+            self._prepare(device, self._alignment(self.plain(args)))
+
     def plain(self, args: Sequence[object]) -> list[int]:
         """Return arguments as Triton's launcher takes them: addresses for tensors, 0 for None."""
         return [

@@ -1,4 +1,4 @@
-"""A launch whose shapes, strides and kernel are settled: only addresses and captured numbers change per call."""
+"""A launch whose shapes, strides and kernels are settled: only addresses and captured numbers change per call."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
-from flexgen.codegen.source import Role
-from flexgen.runtime.bind import bind
 from flexgen.runtime.describe import Launch
-from flexgen.runtime.dropout import SEED, Dropout
-from flexgen.runtime.gluon_descriptor import descriptor_form
 from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.outputs import OutputForm
-from flexgen.runtime.packing import Packing
+from flexgen.runtime.prepared_step import PreparedStep
 from flexgen.runtime.table_cache import TableRequest
+
+Tensors = Mapping[str, Any]  # and the numbers that a call brings beside them
 
 
 def tensor_form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
@@ -24,7 +22,7 @@ def tensor_form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 
 class Prepared:
-    """One kernel with the arguments of one form of call.
+    """The kernels of one form of call.
 
     Args:
         kernel, launch: what to run, and a launch of this form; captured values in the order a reading lists them.
@@ -43,64 +41,36 @@ class Prepared:
     ) -> None:
         self.request = request
         self.basis: Any = None  # makes what the backward needs to know; set by whoever prepares
-        args = kernel.args
         self._outputs = outputs
-        self._execute = kernel.execute
-        self._grid = kernel.grid(launch)
+        self._is_like_query = outputs.is_like(launch.tensors["query"])
         self._keep = keep
-        self._values: list[Any] = list(bind(args, launch, outputs.allocate(launch.tensors["query"].to("meta"))))
-        buffers, scalars = list(launch.buffers), list(launch.scalars)
-        self._tensors = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TENSOR]
-        self._buffers = [(at, buffers.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.BUFFER]
-        self._scalars = [(at, scalars.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.SCALAR]
-        self._dropout = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.DROPOUT]
-        tables = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TABLE]
-        self._tables = tables if request is not None else []
-        self._offsets = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.CU_SEQLENS]
-        described = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.DESCRIPTOR]
-        self._described = [(at, name, descriptor_form(launch.tensors[name])) for at, name in described]
-        for at, _ in (*self._tensors, *self._buffers, *self._tables, *self._offsets, *described):
-            self._values[at] = None
+        launch = kernel.settled(launch)
+        self._scratch = kernel.scratch_elements(launch)
+        allocated = outputs.allocate(launch.tensors["query"].to("meta"))
+        kernel.warm(launch, allocated)
+        self._steps = [
+            PreparedStep(step, launch, allocated, lists_change=request is not None) for step in kernel.steps(launch)
+        ]
 
     def run(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        tensors: dict[str, Any],
         buffers: Sequence[torch.Tensor],
         scalars: Sequence[int | float],
-        lists: Mapping[str, torch.Tensor],
-        packing: Packing | None = None,
-        dropout: Dropout | None = None,
+        lists: Tensors,
     ) -> dict[str, torch.Tensor]:
-        """Launch and return the outputs.
+        """Launch with query, key, value and whatever else the call brings by name; return the outputs.
 
         Args:
-            query, key, value, buffers, scalars: the call's tensors and captured values.
+            tensors: the run adds its own to them.
+            buffers, scalars: captured values.
             lists: of a derived table.
-            packing: where packed sequences begin.
-            dropout: what is dropped.
         """
-        outputs = self._outputs.allocate(query)
-        tensors = {"query": query, "key": key, "value": value, **outputs}
-        values = self._values.copy()
-        if dropout is not None:
-            tensors[SEED], numbers = dropout.seed, dropout.numbers()
-            for at, name in self._dropout:
-                values[at] = numbers[name]
-        for at, name in self._tensors:
-            values[at] = tensors[name]
-        for at, name, form in self._described:
-            values[at] = form.at(tensors[name])
-        for at, index in self._buffers:
-            values[at] = buffers[index]
-        for at, name in self._tables:
-            values[at] = lists[name]
-        if packing is not None:
-            offsets = packing.named
-            for at, name in self._offsets:
-                values[at] = offsets[name]
-        for at, index in self._scalars:
-            values[at] = scalars[index]
-        self._execute(self._grid, values)
+        query = tensors["query"]
+        outputs = {"output": torch.empty_like(query)} if self._is_like_query else self._outputs.allocate(query)
+        tensors.update(outputs)
+        if self._scratch is not None:
+            tensors["partials"] = query.new_empty(self._scratch, dtype=self._outputs.aux_dtype)
+        for step in self._steps:
+            step.run(tensors, buffers, scalars, lists)
         return outputs

@@ -9,10 +9,10 @@ from flexgen.codegen.source import Role
 from flexgen.runtime.bind import bind
 from flexgen.runtime.describe import Launch
 from flexgen.runtime.gluon_descriptor import descriptor_form
-from flexgen.runtime.kernel import Kernel
+from flexgen.runtime.kernel import Step
 
 Named = Mapping[str, Any]  # tensors and numbers by name
-_BY_NAME = (Role.TENSOR, Role.CU_SEQLENS)
+_BY_NAME = (Role.TENSOR, Role.SIDE, Role.CU_SEQLENS)
 
 
 class PreparedStep:
@@ -22,24 +22,25 @@ class PreparedStep:
     addresses and numbers.
 
     Args:
-        kernel: what to run.
+        step: what to run.
         launch, outputs: one of this form, of memory or of none.
         lists_change: block lists come with each call; their sizes and strides are the launch's.
     """
 
-    def __init__(self, kernel: Kernel, launch: Launch, outputs: Named, *, lists_change: bool) -> None:
-        args = kernel.args
-        self._execute, self._grid = kernel.execute, kernel.grid(launch)
-        self._bind: Callable[..., Any] | None = getattr(kernel.execute, "bound", None) if 0 not in self._grid else None
+    def __init__(self, step: Step, launch: Launch, outputs: Named, *, lists_change: bool) -> None:
+        args = step.args
+        self._execute, self._grid = step.execute, step.grid
+        self._bind: Callable[..., Any] | None = getattr(step.execute, "bound", None) if 0 not in self._grid else None
         self._submit: Callable[[Sequence[object]], None] | None = None
         self._values: list[Any] = list(bind(args, launch, outputs))
         self._plain: list[Any] = []
         tensors = {**launch.tensors, **outputs}
         buffers, scalars = list(launch.buffers), list(launch.scalars)
-        self._tensors = [(at, arg.of) for at, arg in enumerate(args) if arg.role in _BY_NAME]
+        by_name = (*_BY_NAME, *([Role.SCRATCH] if launch.splits > 1 else []))  # of one split, it stays the null pointer
+        self._tensors = [(at, arg.of) for at, arg in enumerate(args) if arg.role in by_name]
         grads = [(at, f"grad of {arg.of}") for at, arg in enumerate(args) if arg.role is Role.BUFFER_GRAD]
         self._tensors += grads
-        self._numbers = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.DROPOUT]
+        self._numbers = [(at, arg.of) for at, arg in enumerate(args) if arg.role in (Role.DROPOUT, Role.SIDE_NUMBER)]
         self._buffers = [(at, buffers.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.BUFFER]
         self._scalars = [(at, scalars.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.SCALAR]
         self._tables = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TABLE and lists_change]
@@ -82,7 +83,7 @@ class PreparedStep:
         self._fill_numbers(values, named, scalars)
         self._execute(self._grid, values)
         if self._bind is not None and not any(lists[name].data_ptr() & 15 for _, name in self._tables):
-            self._plain = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in self._values]
+            self._plain = [_plain(value) for value in self._values]
             self._submit = self._bind(self._grid, values)
 
     def _fill_numbers(self, values: list[Any], named: Named, scalars: Sequence[int | float]) -> None:
@@ -92,3 +93,10 @@ class PreparedStep:
             values[at] = scalars[index]
         for at, name in self._numbers:
             values[at] = named[name]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as launchers take it: the address of a tensor, such as a block mask's list; 0 for no memory."""
+    if value is None:
+        return 0
+    return value.data_ptr() if hasattr(value, "data_ptr") else value

@@ -224,4 +224,5 @@ def autocast(tensors: Tensors) -> Tensors:
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+    kept = tensor.dtype == torch.float64 or tensor.dtype.itemsize == 1  # keys and values stored in 8 bits stay so
+    return tensor.to(dtype) if tensor.is_floating_point() and not kept else tensor

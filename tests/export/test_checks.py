@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flexgen
 from tests.export.conftest import Case, RunCases
 
 SIZES = (2, 4, 2, 128, 128, 16, 32)
@@ -100,6 +101,15 @@ def test_kernels_with_instructions_of_a_chip_are_not_interpreted(tmp_path: Path)
     module = _loaded(case.export(), tmp_path)
     with pytest.raises(module.NotCompiledFor, match="export for the target interpret"):
         module.attention(*case.inputs())
+
+
+def test_bfloat16_is_not_interpreted_wrong(tmp_path: Path) -> None:
+    """Triton's interpreter multiplies the bits of bfloat16 as if they were whole numbers."""
+    query = torch.zeros(1, 2, 64, 32, dtype=torch.bfloat16)
+    text = flexgen.compile(mask_mod=causal).export(query, query, query, target="interpret")
+    module = _loaded(text, tmp_path)
+    with pytest.raises(module.NotCompiledFor, match=r"(?s)cannot multiply bfloat16.*export float32"):
+        module.attention(query, query, query)
 
 
 def _loaded(text: str, folder: Path) -> Any:

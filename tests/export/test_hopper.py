@@ -210,13 +210,17 @@ def test_a_module_with_hopper_kernels_is_for_hopper_alone(tmp_path: Path) -> Non
         module.attention(*CASES["default"].inputs())
 
 
-def test_a_package_of_machine_code_has_plain_kernels(tmp_path: Path) -> None:
-    """Its loader makes no descriptors: the options that it is lowered with choose plain Triton in both directions."""
-    from flexgen.export import plain_options
+def test_a_package_of_machine_code_has_plain_kernels() -> None:
+    """Its loader makes no descriptors: it is lowered with plain Triton in the directions that Hopper's would serve."""
+    from flexgen.export import lower_plain
 
     case = CASES["default"]
-    attention = flexgen.compile(case.score_mod, case.mask_mod, plain_options(flexgen.Options.of(case.options)))
-    lowered = attention.lower(*case.inputs(), target="sm_90")
+
+    def lower(options: flexgen.Options) -> Lowered:
+        return flexgen.compile(case.score_mod, case.mask_mod, options).lower(*case.inputs(), target="sm_90")
+
+    lowered = lower_plain(flexgen.Options(), lower)
     assert lowered.backward is not None
     plans = [lowered.plan, *(plan for _, plan in lowered.backward.passes.values())]
+    assert isinstance(lower(flexgen.Options()).plan, GluonPlan)
     assert not any(isinstance(plan, GluonPlan | GluonBackwardPlan) for plan in plans)

@@ -33,11 +33,10 @@ SHAPE = ("--shape", "1,2,1,64,64,16,16", "--dtype", "fp16")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package of a captured bias, its forward for two chips."""
     from flexgen.aux_outputs import AuxRequest
-    from flexgen.export import plain_options
     from flexgen.export_binary import export_package
 
     case: Case = captured_case()
-    attention = flexgen.compile(case.score_mod, case.mask_mod, plain_options(flexgen.Options()))
+    attention = flexgen.compile(case.score_mod, case.mask_mod, {"BACKEND": "TRITON"})
     query, key, value = (tensor.detach() for tensor in case.inputs())
     with torch.no_grad():
         assert case.captured[0].requires_grad
@@ -262,6 +261,28 @@ def test_dropout_is_passed_on_by_name(tmp_path: Path, causal: Path, run: Run, mo
     named = dict(zip((argument["name"] for argument in facts["arguments"]), parameters, strict=False))
     assert type(named["drop_below"]) is ctypes.c_uint32 and named["drop_below"].value == 3 * 2**30
     assert named["keep_scale"].value == 4.0
+
+
+def test_a_decode_kernel_brings_the_one_that_combines_its_splits(
+    tmp_path: Path, causal: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "decoding_attention"
+    shape = ("--shape", "1,4,2,1,256,16,16", "--dtype", "fp16", "--set", "SPLIT_KV=4")
+    said = run("export", causal, "--binary", "--target", "sm_90", "-o", folder, *shape)
+    assert said.code == 0
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package, fake = importlib.import_module("decoding_attention"), FakeDriver()
+    module, loader = importlib.import_module("decoding_attention.sm_90"), loader_of(package)
+    monkeypatch.setattr(loader, "driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    query, key = torch.zeros(1, 4, 1, 16).half(), torch.zeros(1, 2, 256, 16).half()
+    module.launch_forward(query, key, key)
+    assert [(launch[0], launch[1]) for launch in fake.launched] == [("forward", (2, 4, 1)), ("combine", (4, 1, 1))]
+    facts = manifest_of(folder)["targets"]["sm_90"]["kernels"]
+    assert set(facts) == {"forward", "combine"}
+    names = [argument["name"] for argument in facts["combine"]["arguments"]]
+    named = dict(zip(names, (one.value for one in fake.launched[1][5]), strict=False))
+    assert named["splits"] == 4 and named["Q_HEADS"] == 4 and named["partials_ptr"]
 
 
 # The command.

@@ -136,9 +136,12 @@ def test_a_launch_runs_as_many_programs_as_flexgen_does(case: Case) -> None:
         n: p for n, (_, p) in (lowered.backward.passes if lowered.backward else {}).items()
     }
     text = case.export()
-    names = _constants(text) | {"q_len": lq, "kv_len": lk, "batch": b, "q_heads": hq, "kv_heads": hkv}
+    names = _constants(text) | {"q_len": lq, "kv_len": lk, "batch": b, "q_heads": hq, "kv_heads": hkv, "splits": 1}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "programs":
+            names["programs"] = eval(ast.unparse(node.value), {"triton": _Cdiv}, names)
     found = {
-        node.value.id: eval(ast.unparse(node.slice), {"triton": _Cdiv}, names)
+        node.value.id: eval(ast.unparse(node.slice), {"triton": _Cdiv}, names)[:1]
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in plans
     }

@@ -90,6 +90,16 @@ class Exported:
         return self.plan.index_map.packs_sequences
 
     @property
+    def sides(self) -> tuple[str, ...]:
+        """What `attention` takes besides query, key, value and captured values: "kv_lengths", "page_table", scales."""
+        plan = self.plan
+        if not isinstance(plan, ForwardPlan):
+            return ()
+        pages, value_scale = plan.index_map.page_size > 0, plan.V_SCALE != ""
+        given = {"kv_lengths": plan.lengths_dtype is not None, "page_table": pages, "k_scale": plan.K_SCALE}
+        return tuple(name for name, is_given in (*given.items(), ("v_scale", value_scale)) if is_given)
+
+    @property
     def drops(self) -> bool:
         """Whether softmax weights are dropped, and `attention` takes the probability."""
         return isinstance(self.plan, ForwardPlan) and self.plan.DROPOUT is not Draws.NONE

@@ -56,8 +56,12 @@ def _topic(arg: Arg) -> object:
     match arg.role:
         case Role.TENSOR | Role.DESCRIPTOR:
             return Role.TENSOR
-        case Role.TABLE | Role.CU_SEQLENS | Role.LENGTH | Role.SCALAR | Role.SCALE | Role.DROPOUT:
+        case Role.TABLE | Role.CU_SEQLENS | Role.LENGTH | Role.SCALAR | Role.SCALE | Role.DROPOUT | Role.SIDE_NUMBER:
             return arg.role
+        case Role.SIDE | Role.SIDE_STRIDE:
+            return "side", arg.of
+        case Role.SCRATCH:
+            return Role.TENSOR
         case Role.BUFFER | Role.BUFFER_STRIDE | Role.BUFFER_SIZE:
             return "buffer", arg.of
         case Role.BUFFER_GRAD | Role.BUFFER_GRAD_STRIDE:
@@ -81,7 +85,7 @@ def typed_kernel(text: str, kernel: str, args: Sequence[Arg]) -> str:
         head = "\n".join([f"{decorator}(", "    do_not_specialize=[", *_filled(plain), "    ],", ")"])
     text = text.replace(f"{decorator}\n", f"{head}\n", 1)
     for arg in args:
-        if arg.role in (Role.SCALAR, Role.SCALE, Role.DROPOUT):
+        if arg.role in (Role.SCALAR, Role.SCALE, Role.DROPOUT, Role.SIDE_NUMBER):
             annotated = f"{arg.name}: {language}.{_ANNOTATIONS[arg.type]}"
             text = re.sub(rf"(?<=[\s,(]){re.escape(arg.name)}(?=,)", annotated, text, count=1)
     return text

@@ -14,6 +14,7 @@ from flexgen.codegen.export.launch_text import LaunchText, launch_text, typed_ke
 from flexgen.codegen.export.merge import Module, Section, docstring, merge
 from flexgen.codegen.export.names import HostNames
 from flexgen.codegen.export.needs import INPUTS, copied, length_multiples, unit_strides
+from flexgen.codegen.export.splits import split_text
 from flexgen.codegen.header import row
 from flexgen.codegen.render import render
 from flexgen.codegen.source import KernelSource, Role
@@ -23,6 +24,7 @@ from flexgen.lowering.schedule import Walk
 from flexgen.lowering.table_plan import TablePlan
 from flexgen.lowering.triton.backward_plan import PLAIN_ROWS, Accumulation
 from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.lowering.triton_decode.plan import DecodePlan
 
 _TORCH_OF = {"*i32": "torch.int32", "*i64": "torch.int64", "*fp32": "torch.float32", "*fp64": "torch.float64"}
 _HARDWARE_ONLY = ("inline_asm", "libdevice", "@gluon.jit")  # what Triton's interpreter lacks
@@ -165,6 +167,10 @@ class _ModuleText:
             names=self.names,
             has_scale=plan.SM_SCALE is None,
             forward=self._forward(),
+            programs=self._programs(),
+            combining=self._combining(),
+            splits=split_text(plan) if isinstance(plan, DecodePlan) else None,
+            **self._sides_form(),
             tables=[self._table(prefix, table) for prefix, table in self.tables.items()],
             table_of_forward=self._table("table", exported.table) if exported.table else None,
             delta=self._delta(),
@@ -194,6 +200,8 @@ class _ModuleText:
 
     def _launches(self) -> Iterable[LaunchText]:
         yield self._forward()
+        if combining := self._combining():
+            yield combining
         for prefix, table in self.tables.items():
             text = self._table(prefix, table)
             yield from (*(summary.launch for summary in text.summaries), text.count, text.fill)
@@ -228,7 +236,7 @@ class _ModuleText:
         scale = ["scale"] * (self.plan.SM_SCALE is None)
         drawn = ["drop_below", "keep_scale"] * drops
         held = [*INPUTS, *buffers, *["cu_seqlens_q", "cu_seqlens_k"] * packs, *["dropout_seed"] * drops]
-        asked = [*INPUTS, *scale, *self.names.captured]
+        asked = [*INPUTS, *scale, *self.names.captured, *exported.sides]
         numbers = [*scale, *self.names.scalars.values(), *drawn]
         wanted = self.backward.buffers if self.backward else frozenset[str]()
         grads = ["grad_output", *["grad_logsumexp"] * exported.returns_logsumexp]
@@ -245,6 +253,21 @@ class _ModuleText:
             "saved": [*held, *outputs],
             "differentiated": [name for own, name in self.names.buffers.items() if own in wanted],
             "backward_params": [*held, *outputs, *numbers, *grads],
+        }
+
+    def _sides_form(self) -> dict[str, object]:
+        """Return what is static about what a call brings besides its tensors, and about keys and values in 8 bits."""
+        plan = self.plan
+        dtypes = {"query": plan.query_dtype}
+        if isinstance(plan, ForwardPlan):
+            dtypes |= {"key": plan.key_dtype, "value": plan.value_dtype}
+        return {
+            "sides": self.exported.sides,
+            "page_size": plan.index_map.page_size,
+            "lengths_dtype": str(plan.lengths_dtype) if isinstance(plan, ForwardPlan) else "",
+            "v_scale_is_number": isinstance(plan, ForwardPlan) and plan.V_SCALE == "number",
+            "dtypes": {name: str(dtypes.get(name, plan.query_dtype)) for name in INPUTS},
+            "decoded": sorted(plan.decoded) if isinstance(plan, ForwardPlan) else [],
         }
 
     def _rows_form(self) -> dict[str, object]:
@@ -274,7 +297,8 @@ class _ModuleText:
         return found
 
     def _modules(self) -> list[Module]:
-        found = [Module("forward", self.exported.forward.text, ("forward",))]
+        second = self.exported.forward.second
+        found = [Module("forward", self.exported.forward.text, ("forward", *([second.entry] if second else [])))]
         if self.backward:
             if self.backward.passes:
                 found.append(Module("delta", self.backward.delta[0].text, ("backward_delta",)))
@@ -301,7 +325,11 @@ class _ModuleText:
             found = [*source.summaries.values(), source.count, source.fill, *([source.drop] if source.drop else [])]
             return [(self.sections[prefix].names[kernel.entry], kernel, options, "") for kernel in found]
         if prefix == "forward":
-            return [("forward", self.exported.forward, self.plan.compile_options, "forward")]
+            first = ("forward", self.exported.forward, self.plan.compile_options, "forward")
+            if not isinstance(self.plan, DecodePlan):
+                return [first]
+            second = self.exported.forward.of_second()
+            return [first, (second.entry, second, self.plan.combining.compile_options, second.entry)]
         assert self.backward is not None
         if prefix == "delta":
             delta, plan = self.backward.delta
@@ -374,10 +402,22 @@ class _ModuleText:
 
     # Launches.
 
+    def _programs(self) -> str:
+        return forward_grid(self.plan, self._constant("forward", "BLOCK_M", self.plan.BLOCK_M), self._cdiv)
+
     def _forward(self) -> LaunchText:
         plan = self.plan
-        grid = forward_grid(plan, self._constant("forward", "BLOCK_M", plan.BLOCK_M), self._cdiv)
+        grid = self._programs()
+        grid = "programs, splits" if isinstance(plan, DecodePlan) else grid
         return launch_text("forward", grid, self.exported.forward.args, self.names, plan.compile_options)
+
+    def _combining(self) -> LaunchText | None:
+        """Return the launch of the kernel that combines the splits of a decode kernel."""
+        if not isinstance(self.plan, DecodePlan):
+            return None
+        second = self.exported.forward.of_second()
+        options = self.plan.combining.compile_options
+        return launch_text(second.entry, "batch * q_heads * q_len", second.args, self.names, options)
 
     def _delta(self) -> LaunchText | None:
         if not self.backward or not self.backward.passes:

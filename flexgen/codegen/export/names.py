@@ -17,17 +17,19 @@ _LENGTHS |= {"Q_TOTAL": "q_len", "KV_TOTAL": "kv_len", "SEQUENCES": "sequences"}
 # Names of the host code itself, which captured values may not take.
 # fmt: off
 _RESERVED = frozenset((
-    "architecture", "attention", "batch", "block", "capacity", "check", "columns", "compiled_for", "copyable",
-    "ctx", "cu_seqlens_k", "cu_seqlens_q", "delta", "dense", "describe", "device", "drop_below", "dropout_p",
-    "dropout_seed", "ends", "fence_async_shared", "fix", "forward", "found", "full_counts", "full_kv_num_blocks",
-    "full_q_num_blocks", "generator", "gl", "gluon", "grad_key", "grad_logsumexp", "grad_output", "grad_query",
-    "grad_scale", "grad_value", "head_dims", "heads", "interprets", "keep_scale", "key", "kv_batch", "kv_heads",
-    "kv_indices", "kv_len", "kv_num_blocks", "kv_offsets", "launch_backward", "launch_forward", "layout",
-    "libdevice", "list_blocks", "lists", "logsumexp", "logsumexp_tail", "mask_batch", "mask_heads", "max_scores",
-    "mbarrier", "name", "names", "offsets", "one", "outer", "output", "padded", "partial_counts", "places",
-    "q_heads", "q_indices", "q_len", "q_num_blocks", "q_offsets", "query", "refuse_gradient", "row_shift",
-    "row_tail", "rows", "scale", "scratch", "sequences", "shape", "shapes", "span", "strides", "tensor", "tl",
-    "tma", "torch", "triton", "value", "warpgroup_mma", "warpgroup_mma_wait",
+    "architecture", "attention", "batch", "block", "capacity", "check", "columns", "combine", "compiled_for",
+    "copyable", "ctx", "cu_seqlens_k", "cu_seqlens_q", "delta", "dense", "describe", "device", "drop_below",
+    "dropout_p", "dropout_seed", "ends", "fence_async_shared", "fix", "forward", "found", "full_counts",
+    "full_kv_num_blocks", "full_q_num_blocks", "generator", "gl", "gluon", "grad_key", "grad_logsumexp",
+    "grad_output", "grad_query", "grad_scale", "grad_value", "head_dims", "heads", "interprets", "k_scale",
+    "keep_scale", "key", "keys", "kv_batch", "kv_heads", "kv_indices", "kv_len", "kv_lengths", "kv_num_blocks",
+    "kv_offsets", "launch_backward", "launch_forward", "layout", "libdevice", "list_blocks", "lists", "logsumexp",
+    "logsumexp_tail", "mask_batch", "mask_heads", "max_scores", "mbarrier", "most", "name", "names", "offsets",
+    "one", "outer", "output", "padded", "page_size", "page_table", "partial_counts", "partials", "places",
+    "processors", "programs", "q_heads", "q_indices", "q_len", "q_num_blocks", "q_offsets", "query",
+    "refuse_gradient", "row_shift", "row_tail", "rows", "scale", "scratch", "sequences", "shape", "shapes", "span",
+    "split_count", "splits", "strides", "tensor", "tiles", "tl", "tma", "torch", "triton", "v_scale", "value",
+    "warpgroup_mma", "warpgroup_mma_wait",
 ))
 # fmt: on
 
@@ -71,11 +73,15 @@ class HostNames:
     def value(self, arg: Arg) -> str:
         """Return the expression of an argument's value."""
         match arg.role:
-            case Role.TENSOR | Role.TABLE | Role.CU_SEQLENS | Role.DROPOUT:
+            case (
+                Role.TENSOR | Role.TABLE | Role.CU_SEQLENS | Role.DROPOUT | Role.SIDE | Role.SIDE_NUMBER | Role.SCRATCH
+            ):
                 return arg.of
+            case Role.SPLITS:
+                return "splits"
             case Role.DESCRIPTOR:
                 return f"describe({arg.of}, [{_block_of(arg)}])"
-            case Role.TENSOR_STRIDE | Role.TABLE_STRIDE:
+            case Role.TENSOR_STRIDE | Role.TABLE_STRIDE | Role.SIDE_STRIDE:
                 return f"{arg.of}.stride({arg.dim})"
             case Role.TABLE_SIZE:
                 return f"{arg.of}.shape[{arg.dim}]"
