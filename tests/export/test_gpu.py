@@ -14,6 +14,7 @@ import torch
 import flexgen
 from flexgen.export_binary import export_package
 from flexgen.runtime.device_target import target_of
+from tests.export import test_decode
 from tests.export.conftest import Case
 from tests.export.standalone import load
 from tests.export.test_dropout_and_packing import CALLS, SEED, own, text_of
@@ -101,3 +102,14 @@ def test_dropout_and_packed_sequences_on_this_gpu(name: str, tmp_path: Path) -> 
     for actual, exact in zip(found, own(case, named, "cuda"), strict=True):
         error = largest_error(actual.detach().cpu().nan_to_num(1e9, 1e9, -1e9), exact.cpu().nan_to_num(1e9, 1e9, -1e9))
         assert error < 1e-3
+
+
+@pytest.mark.parametrize("name", test_decode.CASES)
+def test_decoding_over_caches_on_this_gpu(name: str, tmp_path: Path) -> None:
+    """Splits, growing caches, pages and 8-bit keys: what flexgen computes on the GPU."""
+    path = tmp_path / "decoding.py"
+    path.write_text(test_decode.text_of(name, target_of(torch.device("cuda")).name))
+    given = {key: one.cuda() if isinstance(one, torch.Tensor) else one for key, one in test_decode.passed(name).items()}
+    tensors = [tensor.cuda() for tensor in test_decode.CASES[name][3]]
+    for actual, exact in zip(load(path).attention(*tensors, **given), test_decode.own(name, "cuda"), strict=True):
+        assert largest_error(actual.cpu(), exact.cpu()) < (1e-2 if exact.dtype == torch.float16 else 1e-4)
