@@ -110,6 +110,11 @@ class Attention:
         self._tuned: dict[Hashable, Attention] = {}
         self._lock = threading.RLock()
 
+    @property
+    def understood(self) -> tuple[Understood, ...]:
+        """What is known of the mods, once for each capture that a call needed."""
+        return tuple(self._understood.values())
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the callables and options alone.
 

@@ -42,6 +42,7 @@ LAYERS = (
         "work",
     },
     {"integrations"},
+    {"fuzzing"},
     {"commands", "cli", "__main__"},
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
@@ -52,6 +53,7 @@ ALLOWED_IN = {
     "rich": {"commands"},
     "matplotlib": {"commands"},
     "attn_gym": set(),
+    "hypothesis": {"fuzzing"},
     "transformers": {"integrations"},
 }
 IR_MAY_IMPORT = {"torch", "flexgen", "numpy"}
