@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import linecache
 import logging
 import sys
@@ -24,7 +25,10 @@ from triton.runtime.jit import JITFunction
 from flexgen.codegen.source import LineOrigin
 from flexgen.errors import InternalError, KernelCompileError, OptionError, SourceSpan
 from flexgen.runtime.arguments import TypedArg
+from flexgen.runtime.cache import source_cache
+from flexgen.runtime.compiled_cache import compiling_into
 from flexgen.runtime.environment import read_environment
+from flexgen.runtime.file_lock import LOCKS, only_one
 from flexgen.runtime.gluon_source import gluon_source
 from flexgen.runtime.line_origin import with_origin
 
@@ -90,6 +94,8 @@ COMPILATIONS = CompilationCount()
 
 # Triton's compiler keeps state in module globals (knobs, its cache of JIT functions' hashes), so one at a time.
 _compiling = threading.RLock()
+
+PATIENCE = 300.0  # seconds to wait for another process that compiles the same kernel
 
 _STAGE_ORDER = ("ttir", "ttgir", "llir", "ptx", "amdgcn", "cubin", "hsaco")
 
@@ -165,9 +171,17 @@ def _check_options(gpu_target: GPUTarget, options: Mapping[str, object], target:
 
 
 def _compile(source: ASTSource, gpu_target: GPUTarget, options: dict[str, object]) -> Any:
-    """Compile through Triton's cache; where that cannot be written, through a temporary one."""
+    """Compile through a cache; where that cannot be written, through a temporary one.
+
+    Of processes that want the same kernel at the same time, one compiles it, and the others find it.
+    """
+    what = f"{source.hash()} {gpu_target} {sorted(options.items())}"
+    lock = f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
+    cache = source_cache()
+    directory = cache.directory
     try:
-        return triton.compile(source, target=gpu_target, options=options)
+        with compiling_into(None if cache.is_temporary else directory), only_one(directory / LOCKS / lock, PATIENCE):
+            return triton.compile(source, target=gpu_target, options=options)
     except OSError:  # read-only, full, or not a directory
         # The results are read back into memory before the directory goes.
         with without_cache():
