@@ -1,7 +1,7 @@
 """Decode speed of flexgen beside torch.compile(flex_attention) and scaled_dot_product_attention, in one process.
 
     python -m benchmarks.decode --out results.json
-    python -m benchmarks.decode --case b1_131k --no-peers --grid "BLOCK_N=64,128 num_stages=3,4 SPLIT_KV=16,33"
+    python -m benchmarks.decode --case b1_131k --peers sdpa --grid "BLOCK_N=64,128 num_stages=3,4 SPLIT_KV=16,33"
 
 Every output is checked against float32 first. Times are of the device: each contender is captured in a CUDA graph of
 calls over several caches, which are read in turn so that none is found in the L2 cache; graphs run in interleaved
@@ -151,14 +151,14 @@ def float8_calls(case: Case, options: dict[str, Any]) -> dict[str, Call]:
     return {"float8": call}
 
 
-def peer_calls(case: Case) -> dict[str, Call]:
-    score_mod, mask_mod = case.mods()
-    mask = create_block_mask(mask_mod, case.batch, None, 1, case.kv_len, "cuda") if mask_mod else None
-    compiled = torch.compile(torch_flex, dynamic=False)
-    calls: dict[str, Call] = {
-        "flex": lambda tensors: compiled(*tensors, score_mod=score_mod, block_mask=mask, enable_gqa=True)
-    }
-    if not case.windowed:
+def peer_calls(case: Case, names: list[str]) -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    if "flex" in names:
+        score_mod, mask_mod = case.mods()
+        mask = create_block_mask(mask_mod, case.batch, None, 1, case.kv_len, "cuda") if mask_mod else None
+        compiled = torch.compile(torch_flex, dynamic=False)
+        calls["flex"] = lambda tensors: compiled(*tensors, score_mod=score_mod, block_mask=mask, enable_gqa=True)
+    if "sdpa" in names and not case.windowed:
         attend = torch.nn.functional.scaled_dot_product_attention
         calls["sdpa"] = lambda tensors: attend(*tensors, enable_gqa=True)
     return calls
@@ -208,12 +208,12 @@ def host_microseconds(call: Contender, repeats: int = 20, count: int = 100) -> f
     return statistics.median(times)
 
 
-def host_times() -> dict[str, float]:
-    """Return microseconds of a call of few keys, by contender: of one split, of several, and of the peers."""
+def host_times(peers: list[str]) -> dict[str, float]:
+    """Return microseconds of a call of few keys, by contender: of one split, of several, of pages, and of the peers."""
     case = Case("host", 1, 1024, 32, 8)
     tensors = caches(case)[0]
     calls = flexgen_calls(case, {"flexgen, one split": {"SPLIT_KV": 1}, "flexgen, 4 splits": {"SPLIT_KV": 4}})
-    calls |= peer_calls(case)
+    calls |= paged_calls(case, [64], {"SPLIT_KV": 4}) | peer_calls(case, peers)
     with torch.no_grad():
         for call in calls.values():
             call(tensors)
@@ -221,13 +221,19 @@ def host_times() -> dict[str, float]:
 
 
 def run(
-    case: Case, rounds: int, variants: dict[str, dict[str, Any]], page_sizes: list[int], *, peers: bool, float8: bool
+    case: Case,
+    rounds: int,
+    variants: dict[str, dict[str, Any]],
+    page_sizes: list[int],
+    peers: list[str],
+    *,
+    float8: bool,
 ) -> dict[str, Any]:
     torch.compiler.reset()
     inputs = caches(case)
     calls = flexgen_calls(case, variants) | paged_calls(case, page_sizes, {})
     calls |= float8_calls(case, {}) if float8 else {}
-    calls |= peer_calls(case) if peers else {}
+    calls |= peer_calls(case, peers)
     with torch.no_grad():
         errors = {name: error_of(call, case, inputs[0]) for name, call in calls.items()}
         replays = {name: captured(call, inputs) for name, call in calls.items()}
@@ -289,7 +295,8 @@ def main() -> None:
     parser.add_argument("--grid", default="", help='variants of all combinations: "BLOCK_N=64,128 SPLIT_KV=4,8"')
     parser.add_argument("--page-size", nargs="*", type=int, default=[16, 32, 64, 128], help=f"of {', '.join(PAGED)}")
     parser.add_argument("--no-float8", dest="float8", action="store_false", help="leave out float8 keys and values")
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="time flexgen's variants alone")
+    parser.add_argument("--peers", nargs="*", default=["flex", "sdpa"], help="time these beside flexgen")
+    parser.add_argument("--no-host", dest="host", action="store_false", help="leave out the host's time of a call")
     parser.add_argument("--out", type=Path, help="JSON; a page with the suffix .md is written beside it")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -300,10 +307,10 @@ def main() -> None:
         if case.name not in args.case:
             continue
         page_sizes = args.page_size if case.name in PAGED else []
-        results["rows"].append(run(case, args.rounds, variants, page_sizes, peers=args.peers, float8=args.float8))
+        results["rows"].append(run(case, args.rounds, variants, page_sizes, args.peers, float8=args.float8))
         print(table(results["rows"][-1:]), flush=True)
         torch.cuda.empty_cache()
-    results["host_us"] = host_times() if args.peers else {}
+    results["host_us"] = host_times(args.peers) if args.host else {}
     print(report(results))
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -75,6 +75,7 @@ from flexgen.torch_library.spec import AT_ZERO, Starts
 from flexgen.training import Basis, Called, Training
 from flexgen.tuning.autotune import autotuned_settings, refuse_autotune
 from flexgen.tuning.tune import TuningSubject
+from flexgen.warm_calls import WarmCalls
 
 _log = logging.getLogger("flexgen")
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
@@ -115,6 +116,7 @@ class Attention:
         self._understood: dict[int, Understood] = {}
         self._kernels: dict[Hashable, Kernel] = {}
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._warm = WarmCalls(self._mods, self._found, self._scalar_form)
         self._requests: OrderedDict[Hashable, TableRequest] = OrderedDict()  # of explicit tables
         self._tables = Tables(self._forward_options)
         self._training = Training(options.backward(), self._tables)
@@ -205,6 +207,18 @@ class Attention:
                 no probability.
             OptionError: an option cannot be honoured for this problem.
         """
+        # The whole of a usual inference call, whose form is known.
+        if (
+            return_aux is block_table is cu_seqlens_q is cu_seqlens_k is sinks is None
+            and generator is None
+            and dropout_p == 0
+            and dropout_p is not False
+            and not validate
+        ):
+            sides = given_sides(kv_lengths, page_table, k_scale, v_scale)
+            output = self._warm.output(query, key, value, scale, sides)
+            if output is not None:
+                return output
         aux = read_aux_request(return_aux)
         packing = packing_of(cu_seqlens_q, cu_seqlens_k)
         jagged = None
@@ -267,6 +281,21 @@ class Attention:
         """Return an attention of the same captured mods, so that block tables made for one serve the other."""
         made = Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
         made._mods, made._understood = self._mods, self._understood
+        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
+        return made
+
+    def of_the_same_code(self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None) -> Attention:
+        """Return an attention of other mods, which shares all that was captured, compiled and prepared.
+
+        Args:
+            score_mod, mask_mod: usually fresh closures of the code of this one's; others are captured anew.
+        """
+        made = object.__new__(Attention)
+        vars(made).update(vars(self))
+        made.score_mod, made.mask_mod = score_mod, mask_mod
+        made._mods = self._mods.of_the_same_code(score_mod, mask_mod)
+        made._forms = OperatorForms(made._mods, made.options)
+        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
         return made
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -512,8 +541,8 @@ class Attention:
         extras: Extras,
     ) -> Hashable:
         """Return what decides everything about a call but addresses and values; None where that is not settled."""
-        scale, block_table = extras.scale, extras.block_table
-        if (scale is not None and type(scale) not in (float, int)) or query.is_meta:
+        scale, block_table, sides = extras.scale, extras.block_table, extras.sides
+        if (scale is not None and type(scale) not in (float, int)) or query.is_meta or key.is_meta or value.is_meta:
             return None
         if reading.buffers:
             refuse_distributed(reading.buffers)
@@ -530,11 +559,23 @@ class Attention:
             extras.aux.max_scores,
             extras.packing.form if extras.packing is not None else None,
             table_form(block_table) if block_table is not None else None,
-            tuple([_side_form(*named) for named in extras.sides.items()]) if extras.sides else None,
+            tuple([_side_form(*named) for named in sides.items()]) if sides else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]) if reading.buffers else None,
             self._scalar_form(reading, query, key) if reading.scalars else None,
             extras.dropout is not None,
         )
+
+    def _found(
+        self,
+        reading: Reading,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        sides: Mapping[str, Any],
+    ) -> Prepared | None:
+        """Return the launch that was prepared for a call that brings nothing else, if it was."""
+        return self._prepared.get(self._form(reading, query, key, value, Extras(scale, NO_AUX, sides=sides)))
 
     def _scalar_form(self, reading: Reading, query: torch.Tensor, key: torch.Tensor) -> Hashable:
         """Return what a kernel's choice depends on in captured numbers: size classes, and whether a proof holds."""
@@ -697,7 +738,8 @@ class Attention:
         target = target_of(call.launch.device)
         derived, parts = call.derived, (call.understood, call.launch)
         request = self._tables.request(*parts, derived, call.guard, target) if derived else None
-        prepared = Prepared(self._kernel(call), call.launch, call.outputs, (call.understood, kept), request)
+        layout, keep = self.options.layout, (call.understood, kept)
+        prepared = Prepared(self._kernel(call), call.launch, call.outputs, layout, keep, request)
         prepared.basis = _basis(call, target)
         self._keep(self._prepared, form, prepared)
         return prepared

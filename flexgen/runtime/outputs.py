@@ -34,11 +34,6 @@ class OutputForm:
         _, h, s, d = self.shape
         return max(s - 1, 0) * (d * h if self.heads_inside else d) + d
 
-    def is_like(self, query: torch.Tensor) -> bool:
-        """Whether the output alone is wanted, in the query's own form: then torch.empty_like makes it, in less time."""
-        alone = not (self.heads_inside or self.logsumexp or self.tail or self.max_scores)
-        return alone and tuple(query.shape) == self.shape and query.is_contiguous()
-
     def allocate(self, query: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return uninitialised outputs on the query's device, `output` in [B, H, L, D] order."""
         b, h, s, d = self.shape

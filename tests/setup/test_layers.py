@@ -40,6 +40,7 @@ LAYERS = (
         "tables",
         "training",
         "tuning",
+        "warm_calls",
         "work",
     },
     {"integrations"},
