@@ -8,15 +8,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
+from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.dropout import read_dropout, read_probability
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
-from flexgen.extras import NO_EXTRAS, Extras
+from flexgen.extras import NO_EXTRAS, Extras, given_sides
 from flexgen.ir.graph import Axis
 from flexgen.jagged import is_nested, read_jagged
 from flexgen.lowered import Lowered
@@ -32,6 +34,7 @@ from flexgen.runtime.describe import (
     TRUSTED_SCALAR,
     Launch,
     check_tensors,
+    condition_names,
     describe_guard,
     describe_problem,
     scalars_are_trusted,
@@ -39,13 +42,22 @@ from flexgen.runtime.describe import (
     to_bhsd,
 )
 from flexgen.runtime.device_target import target_of
-from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_is_needed
-from flexgen.runtime.dropout import Dropout
+from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_is_needed, refuse_gradients
+from flexgen.runtime.dropout import SEED, Dropout
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, output_form
-from flexgen.runtime.packing import Packing, check_contents, check_packing, packing_of, refuse_table
+from flexgen.runtime.packing import (
+    Packing,
+    check_contents,
+    check_packing,
+    packing_of,
+    refuse_lengths,
+    refuse_table,
+)
 from flexgen.runtime.prepared import Prepared, tensor_form
+from flexgen.runtime.sides import Extents, Side, checked_sides, room
+from flexgen.runtime.split_kernel import kernel_of
 from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.sinks import add_sinks, check_sinks
 from flexgen.tables import Tables, check_derived, placeholder_lists
@@ -60,9 +72,10 @@ from flexgen.torch_library.call import (
 )
 from flexgen.torch_library.refuse import refuse
 from flexgen.torch_library.spec import AT_ZERO, Starts
-from flexgen.training import Basis, Training
+from flexgen.training import Basis, Called, Training
 from flexgen.tuning.autotune import autotuned_settings, refuse_autotune
 from flexgen.tuning.tune import TuningSubject
+from flexgen.warm_calls import WarmCalls
 
 _log = logging.getLogger("flexgen")
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
@@ -103,6 +116,7 @@ class Attention:
         self._understood: dict[int, Understood] = {}
         self._kernels: dict[Hashable, Kernel] = {}
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._warm = WarmCalls(self._mods, self._found, self._scalar_form)
         self._requests: OrderedDict[Hashable, TableRequest] = OrderedDict()  # of explicit tables
         self._tables = Tables(self._forward_options)
         self._training = Training(options.backward(), self._tables)
@@ -140,6 +154,10 @@ class Attention:
         return_aux: AuxRequest | None = None,
         *,
         block_table: Any = None,
+        kv_lengths: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_k: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
@@ -158,6 +176,16 @@ class Attention:
             return_aux: auxiliary outputs to return.
             block_table: what `block_table(query, key)` returned; or a torch BlockMask: only its listed blocks are
                 visited, and mask_mod is applied on partial blocks only.
+            kv_lengths: [B], int32 or int64, on the query's device: the number of keys that each batch row has, at most
+                Lk; keys from there on do not exist. Read on the device, so that one captured CUDA graph serves every
+                step over a cache. No gradients.
+            page_table: [B, max_pages], int32: which pages hold the keys of each batch row, in their order. key is then
+                [n_pages, Hkv, page_size, Dqk], with layout "bshd" [n_pages, page_size, Hkv, Dqk], value alike, and
+                page_size a multiple of 16. Needs kv_lengths; entries past a row's last page are never followed. Mods
+                see positions in the sequence, not in pages. No gradients.
+            k_scale, v_scale: a number, or [Hkv], float32: what keys and values are multiplied by, as part of the scale
+                and of the output. Meant for keys and values in float8_e4m3fn or float8_e5m2, which go with a float16 or
+                bfloat16 query and are converted to its dtype after they are read. No gradients.
             cu_seqlens_q: [sequences + 1], int32 or int64, on the query's device: the batch is 1, and sequence i is the
                 queries [cu_seqlens_q[i], cu_seqlens_q[i + 1]), which see the keys of the same sequence alone. It begins
                 with 0 and never decreases; queries behind its last entry give 0 and a logsumexp of -inf. For the mods
@@ -169,7 +197,7 @@ class Attention:
             dropout_p: the probability, from 0 to 1, that a softmax weight is dropped; those kept are divided by
                 1 - dropout_p. It does not touch logsumexp and max_scores, and may change from call to call at no cost.
             generator: of the query's device, draws what is dropped; torch's default generator if None.
-            validate: check the contents of block table and cu_seqlens; waits for the device.
+            validate: check the contents of block table, kv_lengths, page table and cu_seqlens; waits for the device.
 
         query, key and value may be nested tensors of the jagged layout: their sequences are packed, each by itself, and
         what is returned is nested as the query is.
@@ -184,6 +212,18 @@ class Attention:
                 no probability.
             OptionError: an option cannot be honoured for this problem.
         """
+        # The whole of a usual inference call, whose form is known.
+        if (
+            return_aux is block_table is cu_seqlens_q is cu_seqlens_k is sinks is None
+            and generator is None
+            and dropout_p == 0
+            and dropout_p is not False
+            and not validate
+        ):
+            sides = given_sides(kv_lengths, page_table, k_scale, v_scale)
+            output = self._warm.output(query, key, value, scale, sides)
+            if output is not None:
+                return output
         aux = read_aux_request(return_aux)
         packing = packing_of(cu_seqlens_q, cu_seqlens_k)
         jagged = None
@@ -193,8 +233,9 @@ class Attention:
         tensors = (query, key, value)
         if torch._C._is_any_autocast_enabled():
             tensors = autocast(tensors)
+        sides = given_sides(kv_lengths, page_table, k_scale, v_scale)
         if self.options.autotune:  # measured without dropout
-            given = dict(packing.named if packing is not None else {}, block_table=block_table)
+            given = dict(packing.named if packing is not None else {}, block_table=block_table, **sides)
             result = self._tuned_for(*tensors, given)(
                 *tensors,
                 scale,
@@ -208,7 +249,7 @@ class Attention:
             return result if jagged is None else jagged.nested(result)
         dropout = read_dropout(dropout_p, generator, query)
         aux_needed = aux if sinks is None else replace(aux, lse=True)
-        extras = Extras(scale, aux_needed, block_table, packing, validate, dropout)
+        extras = Extras(scale, aux_needed, block_table, packing, validate, dropout, sides)
         if needs_operator(query, key, value):
             outputs = self._through_operator(tensors, extras)
         else:
@@ -224,10 +265,12 @@ class Attention:
         """Return the attention with the options that are fastest for a call, which are searched the first time."""
         tensors = (query, key, value)
         refuse_autotune(*tensors)
-        check_tensors(*tensors, self.options.layout)
+        check_tensors(*tensors, self.options.layout, paged="page_table" in given)
         backward = grad_is_needed(*tensors, self._read(*tensors).buffers)
         forms = [
-            table_form(it) if name == "block_table" else tensor_form(it) for name, it in given.items() if it is not None
+            table_form(it) if name == "block_table" else _side_form(name, it)
+            for name, it in given.items()
+            if it is not None
         ]
         key_of_call = (query.device, backward, *forms, *((t.dtype, t.shape, t.stride()) for t in tensors))
         tuned = self._tuned.get(key_of_call)
@@ -243,6 +286,21 @@ class Attention:
         """Return an attention of the same captured mods, so that block tables made for one serve the other."""
         made = Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
         made._mods, made._understood = self._mods, self._understood
+        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
+        return made
+
+    def of_the_same_code(self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None) -> Attention:
+        """Return an attention of other mods, which shares all that was captured, compiled and prepared.
+
+        Args:
+            score_mod, mask_mod: usually fresh closures of the code of this one's; others are captured anew.
+        """
+        made = object.__new__(Attention)
+        vars(made).update(vars(self))
+        made.score_mod, made.mask_mod = score_mod, mask_mod
+        made._mods = self._mods.of_the_same_code(score_mod, mask_mod)
+        made._forms = OperatorForms(made._mods, made.options)
+        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
         return made
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -270,14 +328,17 @@ class Attention:
         query, key, value = tensors
         records = grad_is_needed(query, key, value, reading.buffers)
         if records:  # the backward recomputes weights from it
-            extras = replace(extras, aux=replace(extras.aux, lse=True))
+            refuse_gradients(extras.sides, key)
+            extras = extras.with_lse()
         prepared, buffers = self._ready(reading, tensors, extras)
-        values = Values(reading.buffers, buffers, reading.scalars)
-        lists = self._tables.lists(prepared.request, extras.block_table, values)
+        lists: Mapping[str, Any] = {}
+        if prepared.request is not None:
+            values = Values(reading.buffers, buffers, reading.scalars)
+            lists = self._tables.lists(prepared.request, extras.block_table, values)
         if records:
             outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras)
         else:
-            outputs = prepared.run(query, key, value, buffers, reading.scalars, lists, extras.packing, extras.dropout)
+            outputs = prepared.run(_named(tensors, extras), buffers, reading.scalars, lists)
         if self.options.layout == "bshd":
             outputs["output"] = outputs["output"].transpose(1, 2)
         return outputs
@@ -308,7 +369,8 @@ class Attention:
     ) -> Gradients:
         """Return the wanted gradients of a call that `run` made; see `Step.backward`."""
         prepared, _ = self._ready(reading, tensors, extras)
-        return self._training.backward(prepared.basis(reading.scalars), saved, grad_output, grad_logsumexp, wanted)
+        called = Called(prepared.basis, reading.scalars)
+        return self._training.backward(called, saved, grad_output, grad_logsumexp, wanted)
 
     def _through_operator(
         self,
@@ -321,6 +383,12 @@ class Attention:
                 "validate=True was passed to a call that is being traced, or is made of DTensors",
                 why="it looks at the lists' contents, which a trace does not have",
                 fix="validate the block table in a call of plain tensors, outside of a compiled region",
+            )
+        if extras.sides:
+            refuse(
+                f"{next(iter(extras.sides))} was passed to a call that is being traced, or is made of DTensors",
+                why="the operator that stands for such a call does not take it yet",
+                fix="call this attention outside of the traced region, or with each rank's own tensors, .to_local()",
             )
         if extras.block_table is not None:
             self._check_mask_of(extras.block_table)
@@ -345,14 +413,16 @@ class Attention:
         extras: Extras,
     ) -> dict[str, torch.Tensor]:
         """Run a prepared forward under autograd."""
-        basis: Basis = prepared.basis(reading.scalars)
-        if isinstance(extras.block_table, DerivedTable):
-            basis = replace(basis, given=extras.block_table)
-        query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
-        inputs = (query, _broadcast(key, query.shape[0]), _broadcast(value, query.shape[0]), *buffers)
+        given = extras.block_table if isinstance(extras.block_table, DerivedTable) else None
+        called = Called(prepared.basis, reading.scalars, given)
+        query, key, value = tensors
+        if self.options.layout != "bhsd":
+            query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
+        batch = query.shape[0]
+        inputs = (query, _broadcast(key, batch), _broadcast(value, batch), *buffers)
         step = Step(
-            lambda: prepared.run(*tensors, buffers, reading.scalars, lists, extras.packing, extras.dropout),
-            lambda *given: self._training.backward(basis, *given),
+            lambda: prepared.run(_named(tensors, extras), buffers, reading.scalars, lists),
+            partial(self._training.backward, called),
             extras.packing,
             extras.dropout,
         )
@@ -368,6 +438,10 @@ class Attention:
         *,
         target: str | None = None,
         block_table: Any = None,
+        kv_lengths: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_k: torch.Tensor | None = None,
         dropout_p: float = 0,
@@ -375,7 +449,8 @@ class Attention:
         """Lower for the given tensors without running; they may be real, meta or fake.
 
         Args:
-            query, key, value, scale, return_aux, block_table, cu_seqlens_q, cu_seqlens_k: as for a call.
+            query, key, value, scale, return_aux, block_table, kv_lengths, page_table, k_scale, v_scale, cu_seqlens_q,
+                cu_seqlens_k: as for a call.
             target: a chip such as "sm_90", or "interpret"; by default the tensors' device, and sm_90 without a GPU.
             dropout_p: as for a call; only whether it is 0 matters, and nothing is drawn.
 
@@ -390,18 +465,24 @@ class Attention:
         reading = self._read(query, key, value)
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
         loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
-        extras = Extras(scale, aux, block_table, packing)
         chip = target_named(target) if target else _offline_target(query)
         p = read_probability(dropout_p)
         dropout = Dropout(p, torch.empty(2, dtype=torch.int64, device="meta")) if p > 0.0 else None
-        extras = Extras(scale, aux, block_table, packing, dropout=dropout)
+        sides = given_sides(kv_lengths, page_table, k_scale, v_scale)
+        extras = Extras(scale, aux, block_table, packing, dropout=dropout, sides=sides)
+        if trains:
+            refuse_gradients(sides, key)
         call = self._describe(reading, query, key, value, extras, chip)
         forward = self._compile(call, chip)
-        values = bind(forward.source.args, call.launch, call.outputs.allocate(query.to("meta")))
+        outputs, second = call.outputs.allocate(query.to("meta")), forward.source.second
+        divisible, second_divisible = (
+            divisible_positions(args, bind(args, call.launch, outputs))
+            for args in (forward.source.args, second.args if second else ())
+        )
         form = call.derived
         table = compile_table(call.understood, form, call.guard, chip, Axis.KV) if form else None
         backward = self._training.lower(_basis(call, chip), call.launch, loss_reads_lse) if trains else None
-        return Lowered(call.understood, forward, divisible_positions(forward.source.args, values), table, backward)
+        return Lowered(call.understood, forward, divisible, second_divisible, table, backward)
 
     def block_table(
         self,
@@ -465,35 +546,54 @@ class Attention:
         extras: Extras,
     ) -> Hashable:
         """Return what decides everything about a call but addresses and values; None where that is not settled."""
-        scale, block_table = extras.scale, extras.block_table
-        if (scale is not None and type(scale) not in (float, int)) or query.is_meta:
+        scale, block_table, sides = extras.scale, extras.block_table, extras.sides
+        if (scale is not None and type(scale) not in (float, int)) or query.is_meta or key.is_meta or value.is_meta:
             return None
         if reading.buffers:
             refuse_distributed(reading.buffers)
             device = query.get_device()
             if any([buffer.get_device() != device for buffer in reading.buffers]):  # noqa: C419 (faster)
                 return None
-        return (
+        return (  # of query, key and value what tensor_form says, without the calls
             id(reading.captured),
-            tensor_form(query),
-            tensor_form(key),
-            tensor_form(value),
+            *(query.shape, query.stride(), query.dtype, query.get_device(), query.data_ptr() & 15),
+            *(key.shape, key.stride(), key.dtype, key.get_device(), key.data_ptr() & 15),
+            *(value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15),
             scale,
-            extras.aux,
+            extras.aux.lse,
+            extras.aux.max_scores,
             extras.packing.form if extras.packing is not None else None,
             table_form(block_table) if block_table is not None else None,
-            tuple([tensor_form(buffer) for buffer in reading.buffers]),
-            self._scalar_form(reading),
+            tuple([_side_form(*named) for named in sides.items()]) if sides else None,
+            tuple([tensor_form(buffer) for buffer in reading.buffers]) if reading.buffers else None,
+            self._scalar_form(reading, query, key) if reading.scalars else None,
             extras.dropout is not None,
         )
 
-    def _scalar_form(self, reading: Reading) -> Hashable:
-        """Return what a kernel's choice depends on in captured numbers: their size classes, or their values."""
+    def _found(
+        self,
+        reading: Reading,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        sides: Mapping[str, Any],
+    ) -> Prepared | None:
+        """Return the launch that was prepared for a call that brings nothing else, if it was."""
+        return self._prepared.get(self._form(reading, query, key, value, Extras(scale, NO_AUX, sides=sides)))
+
+    def _scalar_form(self, reading: Reading, query: torch.Tensor, key: torch.Tensor) -> Hashable:
+        """Return what a kernel's choice depends on in captured numbers: size classes, and whether a proof holds."""
         if not reading.scalars:
             return None
-        if self._understand(reading).facts.rows_safe.assumptions:
-            return reading.scalars
-        return tuple([(abs(n) > INDEX_LIMIT, abs(n) >= TRUSTED_SCALAR) for n in reading.scalars])
+        sizes = tuple([(abs(n) > INDEX_LIMIT, abs(n) >= TRUSTED_SCALAR) for n in reading.scalars])
+        hold = self._understand(reading).numbers_hold
+        if hold is None or query.dim() != 4 or key.dim() != 4:
+            return sizes
+        at, mods = 2 if self.options.layout == "bhsd" else 1, reading.captured.mods
+        buffers = dict(zip([buffer.name for buffer in mods.buffers], reading.buffers, strict=True))
+        scalars = dict(zip([scalar.name for scalar in mods.scalars], reading.scalars, strict=True))
+        return sizes, hold(condition_names(buffers, scalars, query.shape[at], key.shape[at]))
 
     def _describe(
         self,
@@ -505,30 +605,38 @@ class Attention:
         target: Target,
     ) -> _Call:
         layout, aux = self.options.layout, extras.aux
-        check_tensors(query, key, value, layout)
+        paged = "page_table" in extras.sides
+        check_tensors(query, key, value, layout, paged=paged)
         query, key, value = (to_bhsd(tensor, layout) for tensor in (query, key, value))
         batch, q_heads, q_len, head_dim = query.shape
         packing = _checked_packing(extras, query, key)
-        table = self._table(extras, reading, query, key)
+        extents = Extents(batch, key.shape[1], key.shape[2], key.shape[0], query.device)
+        sides = checked_sides(extras.sides, extents, validate=extras.validate)
+        kv_len = room(sides, key.shape[2])
+        table = self._table(extras, reading, query, kv_len)
+        scale, scale_is_constant = self._scale(extras.scale, sides, head_dim)
+        if not paged:
+            key, value = _broadcast(key, batch), _broadcast(value, batch)
         launch = Launch(
             batch=batch,
             q_heads=q_heads,
             kv_heads=key.shape[1],
             q_len=q_len,
-            kv_len=key.shape[2],
-            tensors={"query": query, "key": _broadcast(key, batch), "value": _broadcast(value, batch)},
-            scale=softmax_scale(extras.scale, head_dim),
+            kv_len=kv_len,
+            tensors={"query": query, "key": key, "value": value},
+            scale=scale,
             table=table_lists(table) if isinstance(table, BlockTable) else {},
             buffers=_named_buffers(reading, query.device),
             scalars=dict(zip((s.name for s in reading.captured.mods.scalars), reading.scalars, strict=True)),
             dropout=extras.dropout,
             cu_seqlens=packing.named if packing else {},
+            sides=sides,
         )
         tail = aux.lse and has_tail(self._understand(reading), query.dtype)
         outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores, tail=tail)
         problem = describe_problem(
             launch,
-            constant_scale=self._scale_is_constant(launch.scale, extras.scale),
+            constant_scale=scale_is_constant,
             table=table.form if table else None,
             output_logsumexp=aux.lse,
             output_max=aux.max_scores,
@@ -539,18 +647,19 @@ class Attention:
         form = table.form if table else self._tables.implicit(understood, launch, problem, guard, target)
         if form is None or not form.derived:
             own = table if isinstance(table, BlockTable) else None
+            guard = relevant_guard(problem, guard, self._forward_options)
             return _Call(understood, launch, problem, guard, outputs, table=own)
         launch = replace(launch, table=placeholder_lists(understood, launch, form))
         return _Call(understood, launch, replace(problem, table=form), guard, outputs, form)
 
     def _table(
-        self, extras: Extras, reading: Reading, query: torch.Tensor, key: torch.Tensor
+        self, extras: Extras, reading: Reading, query: torch.Tensor, kv_len: int
     ) -> BlockTable | DerivedTable | None:
         block_table, validate = extras.block_table, extras.validate
         if block_table is None:
             return None
         if isinstance(block_table, DerivedTable):
-            check_derived(block_table, reading.captured, query, key)
+            check_derived(block_table, reading.captured, query, kv_len)
             if validate:
                 block_table.check()
             return block_table
@@ -560,7 +669,7 @@ class Attention:
             batch=query.shape[0],
             query_heads=query.shape[1],
             query_length=query.shape[2],
-            key_length=key.shape[2],
+            key_length=kv_len,
             device=query.device if query.device.type != "meta" else None,
         )
         if validate:
@@ -577,6 +686,14 @@ class Attention:
                 why="partial blocks would be computed without their mask",
                 fix="compile with flexgen.compile(score_mod, block_mask.mask_mod), or call flexgen.flex_attention",
             )
+
+    def _scale(self, given: float | None, sides: dict[str, Side], head_dim: int) -> tuple[float, bool]:
+        """Return what scores are multiplied by, a k_scale that is a number included, and whether it is a constant."""
+        scale, of_keys = softmax_scale(given, head_dim), sides.get("k_scale")
+        if isinstance(of_keys, float):
+            scale = given = softmax_scale(scale * of_keys, head_dim)
+            del sides["k_scale"]
+        return scale, self._scale_is_constant(scale, given)
 
     def _scale_is_constant(self, scale: float, given: float | None) -> bool:
         """The default scale and the first few given ones are constants of the kernel; more become an argument."""
@@ -618,7 +735,7 @@ class Attention:
                     *(target.name, tuple(call.launch.tensors["query"].shape)),
                     *(plan.BLOCK_M, plan.BLOCK_N, source.key),
                 )
-                kernel = self._kernels[key] = Kernel(forward.source, forward.plan, captured)
+                kernel = self._kernels[key] = kernel_of(source, plan, captured)
         return kernel
 
     def _prepare(self, form: Hashable, call: _Call, block_table: Any) -> Prepared:
@@ -626,8 +743,9 @@ class Attention:
         target = target_of(call.launch.device)
         derived, parts = call.derived, (call.understood, call.launch)
         request = self._tables.request(*parts, derived, call.guard, target) if derived else None
-        prepared = Prepared(self._kernel(call), call.launch, call.outputs, (call.understood, kept), request)
-        prepared.basis = _basis_maker(call, target)
+        layout, keep = self.options.layout, (call.understood, kept)
+        prepared = Prepared(self._kernel(call), call.launch, call.outputs, layout, keep, request)
+        prepared.basis = _basis(call, target)
         self._keep(self._prepared, form, prepared)
         return prepared
 
@@ -641,22 +759,34 @@ class Attention:
 
 
 def _basis(call: _Call, target: Target) -> Basis:
-    """Return what the backward needs to know of a call."""
-    return _basis_maker(call, target)(tuple(call.launch.scalars.values()))
-
-
-def _basis_maker(call: _Call, target: Target) -> Callable[[Any], Basis]:
-    """Return the maker of what the backward needs to know of a call of this form, given its numbers."""
-    names, understood, table = list(call.launch.scalars), call.understood, call.table
-    scale, problem, derived = call.launch.scale, call.problem, call.derived
-    return lambda scalars: Basis(
-        understood, problem, target, table, scale, dict(zip(names, scalars, strict=True)), derived
-    )
+    """Return what the backward needs to know of calls of this form."""
+    launch = call.launch
+    return Basis(call.understood, call.problem, target, call.table, launch.scale, tuple(launch.scalars), call.derived)
 
 
 def _offline_target(query: torch.Tensor) -> Target:
     """Return the target to lower for where none is named: the tensors' GPU, or the default chip."""
     return target_of(query.device) if query.device.type == "cuda" else target_named(DEFAULT_TARGET)
+
+
+def _named(tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], extras: Extras) -> dict[str, Any]:
+    """Return a call's tensors, and what it brings beside them, by the names that kernels have for them."""
+    named: dict[str, Any] = {"query": tensors[0], "key": tensors[1], "value": tensors[2]}
+    if extras.sides:
+        named.update(extras.sides)
+    if extras.packing is not None:
+        named.update(extras.packing.named)
+    if extras.dropout is not None:
+        named.update(extras.dropout.numbers())
+        named[SEED] = extras.dropout.seed
+    return named
+
+
+def _side_form(name: str, side: Any) -> tuple[Hashable, ...]:
+    """Return what a prepared launch depends on: a tensor's form; of k_scale, which is part of the scale, the value."""
+    if isinstance(side, torch.Tensor):
+        return (name, *tensor_form(side))
+    return (name, type(side).__name__, side if name == "k_scale" else None)
 
 
 def _checked_packing(extras: Extras, query: torch.Tensor, key: torch.Tensor) -> Packing | None:
@@ -666,6 +796,7 @@ def _checked_packing(extras: Extras, query: torch.Tensor, key: torch.Tensor) -> 
         return None
     if extras.block_table is not None:
         raise refuse_table()
+    refuse_lengths(extras.sides)
     check_packing(packing, query, key)
     if extras.validate:
         check_contents(packing, query, key)

@@ -33,6 +33,7 @@ class AuxOutput:
 
 
 NO_AUX = AuxRequest()
+WITH_LSE = {wanted: AuxRequest(lse=True, max_scores=wanted) for wanted in (False, True)}  # by max_scores
 
 
 def read_aux_request(return_aux: Any) -> AuxRequest:

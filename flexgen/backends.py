@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from flexgen.codegen.decode_emit import emit_decode
 from flexgen.codegen.dialects.gluon import why_unavailable
 from flexgen.codegen.emit import emit_forward
 from flexgen.codegen.emit_backward import emit_backward
@@ -23,6 +24,9 @@ from flexgen.lowering.gluon_hopper import choose_backward as hopper_backward
 from flexgen.lowering.triton.backward_plan import PLAIN_ROWS, BackwardTask, RowForm
 from flexgen.lowering.triton.choose import Question, choose_forward
 from flexgen.lowering.triton.choose_backward import choose_backward
+from flexgen.lowering.triton_decode import choose as decode
+from flexgen.options import KernelOptions
+from flexgen.problem import Guard, Problem
 
 Emit = Callable[[Mods, Origins, Any], KernelSource]
 EmitBackward = Callable[[Mods, Origins, ScoreGrad | None, Any], KernelSource]
@@ -59,7 +63,10 @@ def _hopper_refusal(question: Question) -> str | None:
     return hopper.refusal(question) or why_unavailable()
 
 
-BACKENDS = (Backend("GLUON", _hopper_refusal, hopper.verified_to_win, hopper.choose_gluon, emit_gluon),)
+BACKENDS = (
+    Backend("TRITON_DECODE", decode.refusal, decode.recommended, decode.choose_decode, emit_decode),
+    Backend("GLUON", _hopper_refusal, hopper.verified_to_win, hopper.choose_gluon, emit_gluon),
+)
 
 
 def choose_backend(question: Question) -> Chosen:
@@ -68,6 +75,7 @@ def choose_backend(question: Question) -> Chosen:
     Raises:
         OptionError: the backend that was asked for cannot serve the call.
     """
+    _check_selecting(question)
     passed_over: list[Rejected] = []
     for backend in BACKENDS:
         because, reason = _verdict(backend, question)
@@ -76,6 +84,24 @@ def choose_backend(question: Question) -> Chosen:
         if reason:
             passed_over.append(Rejected(backend.name, reason))
     return Chosen(choose_forward(replace(question, passed_over=tuple(passed_over))), emit_forward)
+
+
+def relevant_guard(problem: Problem, guard: Guard, options: KernelOptions) -> Guard:
+    """Return what the plan of a call looks at of its guard, where the backend is settled without the rest."""
+    decodes = options.BACKEND in (None, "AUTO", "TRITON_DECODE") and not decode.refusal_of(problem, guard, options)
+    return decode.relevant(guard) if decodes else guard
+
+
+def _check_selecting(question: Question) -> None:
+    """Refuse an option that selects a backend, where that cannot serve the call or another one was asked for."""
+    asked, splits = question.options.BACKEND, question.options.SPLIT_KV
+    refusal = decode.refusal(question) if asked in (None, "AUTO", "TRITON_DECODE") else f"BACKEND={asked!r}"
+    if splits is not None and refusal is not None:
+        raise OptionError(
+            f"SPLIT_KV={splits} cannot be honoured: {refusal}",
+            why="only the TRITON_DECODE backend splits keys over programs",
+            fix="drop SPLIT_KV for this call, or compile an attention for decoding alone",
+        )
 
 
 def _verdict(backend: Backend, question: Question) -> tuple[str | None, str]:

@@ -43,7 +43,8 @@ def _chip_rows(work: Work, sizes: Sizes) -> list[tuple[str, str]]:
     if chip is None or bound is None:
         return [("times", "none: the interpreter has no rates" if chip is None else "none: nothing is computed")]
     times = "; ".join(f"{each.unit} {duration(each.seconds)} at {_rate(each)}" for each in work.bounds)
-    busy = f"{work.visited.programs:,} for {chip.multiprocessors} multiprocessors"
+    splits = f" x {work.visited.splits} splits" if work.visited.splits > 1 else ""
+    busy = f"{work.visited.programs:,}{splits} for {chip.multiprocessors} multiprocessors"
     idle = f": only {share(work.multiprocessors_used, 1)} of them work" if work.multiprocessors_used < 1 else ""
     return [
         ("intensity", f"{work.intensity:.0f} FLOP/B; {chip.name} balances at {_balance(work):.0f}"),

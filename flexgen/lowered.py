@@ -10,9 +10,10 @@ from flexgen.codegen.source import KernelSource, line_map_text
 from flexgen.explain import explain, explain_backward
 from flexgen.ir.grad_text import print_score_grad
 from flexgen.ir.text import print_mods
-from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
+from flexgen.lowering.plans import AnyBackwardPlan, RowPlan, WalkPlan
 from flexgen.lowering.triton.backward_plan import Accumulation, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.lowering.triton_decode.plan import DecodePlan
 from flexgen.pipeline import BackwardKernels, ForwardKernel, TableKernel, Understood
 from flexgen.runtime.compile_job import CompileJob
 
@@ -59,6 +60,7 @@ class Lowered:
         understood: captured and simplified mods, and facts.
         forward: the forward kernel.
         divisible: positions of the kernel's arguments that are multiples of 16 in this configuration.
+        second_divisible: the same of the kernel that combines the splits of a decode kernel.
         table: the kernels that derive the block table, where the forward kernel walks one.
         backward: the backward kernels, where a tensor requires grad.
     """
@@ -66,6 +68,7 @@ class Lowered:
     understood: Understood
     forward: ForwardKernel
     divisible: frozenset[int]
+    second_divisible: frozenset[int] = frozenset()
     table: TableKernel | None = None
     backward: LoweredBackward | None = None
 
@@ -122,9 +125,10 @@ class Lowered:
     @property
     def entries(self) -> tuple[str, ...]:
         """Names of the kernels that `binary` compiles, in the order in which they run."""
-        return ("forward", *(self.backward.passes if self.backward else ()))
+        second = self.forward.source.second
+        return ("forward", *([second.entry] if second else []), *(self.backward.passes if self.backward else ()))
 
-    def plan_of(self, entry: str) -> WalkPlan | DeltaPlan:
+    def plan_of(self, entry: str) -> WalkPlan | RowPlan:
         """Return the plan of one of `entries`."""
         return self._kernel(entry)[1]
 
@@ -132,7 +136,7 @@ class Lowered:
         """Compile a kernel for its target, offline, with the launcher's own specialisation.
 
         Args:
-            entry: one of `entries`.
+            entry: one of `entries`; of a decode kernel, "combine" stands in the text of "forward".
 
         Raises:
             KernelCompileError: Triton or the assembler refused the kernel.
@@ -144,10 +148,12 @@ class Lowered:
         source, plan, divisible = self._kernel(entry)
         return CompileJob(source, plan.target, tuple(plan.compile_options.items()), divisible)
 
-    def _kernel(self, entry: str) -> tuple[KernelSource, ForwardPlan | DeltaPlan | AnyBackwardPlan, frozenset[int]]:
+    def _kernel(self, entry: str) -> tuple[KernelSource, WalkPlan | RowPlan, frozenset[int]]:
         if entry == "forward":
             return self.forward.source, self.plan, self.divisible
+        if isinstance(self.plan, DecodePlan) and entry == "combine":
+            return self.forward.source.of_second(), self.plan.combining, self.second_divisible
         passes = self.backward.passes if self.backward else {}
         if self.backward is None or entry not in passes:
-            raise KeyError(f"no kernel {entry!r}; there are forward, {', '.join(passes)}")
+            raise KeyError(f"no kernel {entry!r}; there are {', '.join(self.entries)}")
         return *passes[entry], self.backward.divisible[list(passes).index(entry)]

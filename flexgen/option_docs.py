@@ -105,8 +105,9 @@ OPTION_DOCS: Mapping[str, OptionDoc] = MappingProxyType(
         "BACKEND": OptionDoc(
             "AUTO, TRITON, TRITON_DECODE, GLUON",
             "AUTO",
-            "Which kind of kernel to emit. AUTO takes GLUON on sm_90 where it applies and wins, TRITON elsewhere; "
-            "GLUON where it does not apply, TRITON_DECODE (not here yet) and torch's FLASH are refused with a reason.",
+            "Which kind of kernel to emit. AUTO takes TRITON_DECODE for up to 16 queries without a block mask, GLUON "
+            "on sm_90 where it applies and wins, TRITON elsewhere; one that does not apply, and torch's FLASH, are "
+            "refused with a reason.",
             "TRITON",
         ),
         "kpack": OptionDoc("1, 2", "Triton's", "Elements packed for each matrix instruction's operand.", 2, AMD),
@@ -133,6 +134,12 @@ OPTION_DOCS: Mapping[str, OptionDoc] = MappingProxyType(
             "True where later queries visit more keys",
             "Start the programs of the last queries first, so that the last programs to finish are short ones.",
             False,
+        ),
+        "SPLIT_KV": OptionDoc(
+            "1 to 1024",
+            "by what the device runs at once, and the live keys",
+            "Over how many programs the keys of up to 16 queries are split. Selects the TRITON_DECODE backend.",
+            4,
         ),
     }
 )
@@ -197,6 +204,16 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "SCORE_SCALE": "The softmax scale, times the constant that score_mod multiplies or divides the score by first.",
         "WEIGHT_SCALE": "log2(e), times the softmax scale or the constant that score_mod ends with.",
         "MAX_SCALE": "What makes a row's maximum a score, where scores are kept without a constant factor.",
+        "LIVE_KEYS": "Of a decode kernel: no row has more live keys, by the mask's constants.",
+        "held": "Of a decode kernel: programs that a multiprocessor holds at a time.",
+        "resident": "Of a decode kernel: programs of a multiprocessor that the number of splits is counted for.",
+        "PARTIAL_WIDTH": "Of a decode kernel: elements of a partial row in scratch memory, with its maximum and sum.",
+        "COMBINE_SPLITS": "Splits of a row that the combining kernel reads at a time.",
+        "combine_warps": "Warps of a program of the combining kernel.",
+        "PAGE_SIZE": "Keys of a page, where keys and values lie in pages.",
+        "stored": "How keys and values are stored, where not in the query's dtype.",
+        "K_SCALE": "The scores' scale includes k_scale of the key head.",
+        "V_SCALE": "The output is multiplied by v_scale: of the key head, or a number.",
         "index_map": "Query heads that are packed into the rows of one tile.",
         "PACKED_SEQUENCES": "Sequences lie packed along the length: see [packed sequences](packed_sequences.md).",
         "program_order": "Which programs start after one another: all tiles of a head, or all heads of a tile.",

@@ -67,6 +67,7 @@ _CHECKS: dict[str, Callable[[str, Any], None]] = {
     **dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), _BLOCK),
     "num_warps": _power_of_two(1, 32, "a program's warps divide its tile in halves"),
     "num_stages": _whole(1, 8),
+    "SPLIT_KV": _whole(1, 1024),
     **dict.fromkeys(
         (
             "PRESCALE_QK",
@@ -120,6 +121,7 @@ class KernelOptions:
     FLOAT32_PRECISION: str | None = None
     FAST_TANH: bool | None = None
     LONG_ROWS_FIRST: bool | None = None
+    SPLIT_KV: int | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -138,7 +140,10 @@ KERNEL_OPTION_NAMES = tuple(field.name for field in dataclasses.fields(KernelOpt
 BACKWARD_ONLY = frozenset({"BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "WRITE_DQ"})
 # Choices that the backward kernels do not have; without a prefix they are about the forward alone.
 FORWARD_ONLY = frozenset(
-    {"BLOCK_M", "BLOCK_N", "PRESCALE_QK", "USE_SUBTILING", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "USE_TMA"}
+    {
+        *("BLOCK_M", "BLOCK_N", "PRESCALE_QK", "USE_SUBTILING", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS"),
+        *("USE_TMA", "SPLIT_KV"),
+    }
 )
 PREFIXES = ("fwd_", "bwd_")
 

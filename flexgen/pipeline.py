@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,14 @@ from flexgen.codegen.block_table_emit import TableSource, emit_block_table
 from flexgen.codegen.emit_backward import emit_delta
 from flexgen.codegen.source import KernelSource
 from flexgen.ir.grad import score_grad
-from flexgen.ir.graph import Axis, Graph, Mods
+from flexgen.ir.graph import Axis, Graph, Mods, Node, topological
 from flexgen.ir.origins import Origins
 from flexgen.ir.score_grad import ScoreGrad
 from flexgen.ir.simplify import Simplified, simplify
+from flexgen.ir.sizes import split_size_name
 from flexgen.lowering.blocks import BlockRule, block_rule
 from flexgen.lowering.facts import MaskFacts, analyse_mask
+from flexgen.lowering.host_value import predicate
 from flexgen.lowering.index_map import packs_heads
 from flexgen.lowering.plans import AnyBackwardPlan
 from flexgen.lowering.schedule import backward_schedule, forward_schedule
@@ -41,6 +44,7 @@ class Understood:
     simplified: Simplified
     facts: MaskFacts  # of tiles of one head
     rule: BlockRule | None = None  # how blocks are classified, for masks that are no intervals
+    numbers_hold: Callable[[Mapping[str, int | float]], bool] | None = None  # what proofs assume of captured numbers
 
     def packed_facts(self) -> MaskFacts:
         """Analyse the mask for tiles that hold the heads of a group; few calls need it."""
@@ -79,7 +83,13 @@ def understand(captured: Captured) -> Understood:
     facts = analyse_mask(simplified.mods.mask, origins=simplified.origins, single_head=True)
     mask = simplified.mods.mask
     rule = block_rule(mask, simplified.origins) if mask is not None and facts.tier in TABLE_TIERS else None
-    return Understood(captured, simplified, facts, rule)
+    assumed = [condition for condition in facts.rows_safe.assumptions if _reads_numbers(condition)]
+    return Understood(captured, simplified, facts, rule, predicate(assumed) if assumed else None)
+
+
+def _reads_numbers(condition: Node) -> bool:
+    """Whether a condition depends on a captured number, rather than on lengths and sizes alone."""
+    return any(node.op == "scalar" and split_size_name(node.attr) is None for node in topological(condition))
 
 
 def has_tail(understood: Understood, query_dtype: torch.dtype) -> bool:

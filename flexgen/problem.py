@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -37,6 +38,11 @@ class Problem:
         table: the block table's form, when the call brings one.
         output_logsumexp, output_max: which auxiliary outputs are asked for.
         has_offsets: q_idx and kv_idx start at run-time offsets instead of 0.
+        lengths_dtype: dtype of kv_lengths, the number of keys of each batch row, where the call brings it; else every
+            row has all keys.
+        page_size: keys of a page, where key and value lie in pages that a page table lists; 0 where they do not.
+        k_scale: a factor of the scores is read for each key head.
+        v_scale: a factor of the output, "head" where it is read for each key head, "number" where it is an argument.
         dropout: softmax weights are dropped, with a probability that is a run-time argument.
         cu_seqlens: dtype of the offsets of sequences that are packed along the length; None where none are.
     """
@@ -53,8 +59,17 @@ class Problem:
     output_logsumexp: bool = False
     output_max: bool = False
     has_offsets: bool = False
+    lengths_dtype: torch.dtype | None = None
+    page_size: int = 0
+    k_scale: bool = False
+    v_scale: Literal["", "head", "number"] = ""
     dropout: bool = False
     cu_seqlens: torch.dtype | None = None
+
+    @property
+    def converts_keys(self) -> bool:
+        """Keys and values are stored in 8 bits and multiplied in the query's dtype."""
+        return self.key_dtype != self.query_dtype or self.value_dtype != self.query_dtype
 
     @property
     def accumulator_dtype(self) -> torch.dtype:

@@ -99,11 +99,12 @@ def placeholder_lists(understood: Understood, launch: Launch, form: TableForm, w
     return expanded(new_lists(form, sizes, walked, 0, torch.device("meta")), launch.batch, launch.q_heads)
 
 
-def check_derived(table: DerivedTable, captured: object, query: torch.Tensor, key: torch.Tensor) -> None:
+def check_derived(table: DerivedTable, captured: object, query: torch.Tensor, kv_len: int) -> None:
     """Refuse a table that was made by another attention, or for other extents.
 
     Args:
-        query, key: in [B, H, L, D] order.
+        query: in [B, H, L, D] order.
+        kv_len: keys that there is room for.
 
     Raises:
         UnsupportedProblemError: says what differs.
@@ -116,11 +117,11 @@ def check_derived(table: DerivedTable, captured: object, query: torch.Tensor, ke
             fix="make it with this attention's block_table(query, key)",
         )
     made_for = (table.lists["kv_num_blocks"].shape[:2], sizes.q_len, sizes.kv_len)
-    if made_for != (query.shape[:2], query.shape[2], key.shape[2]) or (kind != "meta" and sizes.device != query.device):
+    if made_for != (query.shape[:2], query.shape[2], kv_len) or (kind != "meta" and sizes.device != query.device):
         batch, heads = made_for[0]
         raise UnsupportedProblemError(
             f"the block table was made for batch {batch}, {heads} heads, {sizes.q_len} queries and {sizes.kv_len} keys "
             f"on {sizes.device}",
-            why=f"the call has query {tuple(query.shape)} and key {tuple(key.shape)} on {query.device}",
+            why=f"the call has query {tuple(query.shape)} and {kv_len} keys on {query.device}",
             fix="make one table for each of the extents",
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -13,45 +13,38 @@ from flexgen.lowered import LoweredBackward
 from flexgen.lowering.plans import AnyBackwardPlan
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.targets import Target
-from flexgen.lowering.triton.backward_plan import MOST_ROW_MULTIPLE, Accumulation, BackwardKernel
+from flexgen.lowering.triton.backward_plan import BackwardKernel
 from flexgen.options import KernelOptions
-from flexgen.pipeline import (
-    BackwardKernels,
-    TableKernel,
-    Understood,
-    Wanted,
-    compile_backward,
-    compile_table,
-)
+from flexgen.pipeline import BackwardKernels, TableKernel, Understood, Wanted, compile_backward, compile_table
+from flexgen.prepared_backward import INPUTS, Pass, PreparedBackward, gradient_form
 from flexgen.problem import Guard, Problem, TableForm
 from flexgen.runtime.bind import bind
 from flexgen.runtime.block_table import BlockTable
 from flexgen.runtime.derived_table import DerivedTable, Lists
 from flexgen.runtime.describe import Launch, describe_guard, describe_problem, scalars_are_trusted
 from flexgen.runtime.differentiable import Gradients, Saved
-from flexgen.runtime.fixed_point import scale_for, to_float
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import column_lists, table_lists
 from flexgen.runtime.packing import Packing
-from flexgen.runtime.table_cache import Values
 from flexgen.tables import Tables, placeholder_lists
 
-INPUTS = frozenset({"query", "key", "value"})
+MAX_FORMS = 64  # of backward calls kept for one form of forward call
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What the backward of a call needs to know of its forward, besides tensors.
+    """What the backward of a form of call needs to know of its forward, besides tensors.
 
     Attributes:
         understood: the mods and what is known of them.
         problem: the forward's.
         target: the chip.
         table: the caller's block mask, if any.
-        scale, scalars: run-time numbers of the call.
+        scale: the softmax scale.
+        scalars: names of the captured numbers.
         derived: the form of the table that the forward derived from the mask, or was given; then the backward kernels
             walk tables too.
-        given: that table, where the caller passed it.
+        launches: what was prepared, by the form of the backward call.
     """
 
     understood: Understood
@@ -59,8 +52,17 @@ class Basis:
     target: Target
     table: BlockTable | None
     scale: float
-    scalars: Mapping[str, int | float]
+    scalars: tuple[str, ...]
     derived: TableForm | None = None
+    launches: dict[Hashable, PreparedBackward] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What one call brought, besides tensors that autograd saves: captured numbers, and a derived table."""
+
+    basis: Basis
+    scalars: tuple[int | float, ...]
     given: DerivedTable | None = None
 
 
@@ -70,16 +72,6 @@ class _Kernels:
 
     delta: Kernel
     passes: tuple[tuple[Kernel, AnyBackwardPlan], ...]
-
-    @property
-    def written(self) -> frozenset[str]:
-        """Names of the gradients that some kernel stores."""
-        return frozenset(
-            f"grad_{name}"
-            for _, plan in self.passes
-            for name in ("query", "key", "value")
-            if getattr(plan, f"WRITE_GRAD_{name.upper()}")
-        )
 
 
 class Training:
@@ -98,30 +90,56 @@ class Training:
 
     def backward(
         self,
-        basis: Basis,
+        called: Called,
         saved: Saved,
         grad_output: torch.Tensor,
         grad_logsumexp: torch.Tensor | None,
         wanted: frozenset[str],
     ) -> Gradients:
         """Return the wanted gradients by name; see `Step.backward`."""
+        launches = called.basis.launches
+        form = _form(saved, grad_output, grad_logsumexp, wanted)
+        prepared = launches.get(form)
+        if prepared is None:
+            prepared = self._prepare(called, saved, grad_output, grad_logsumexp, wanted)
+            if len(launches) >= MAX_FORMS:
+                launches.clear()
+            launches[form] = prepared
+        return prepared.run(saved, grad_output, grad_logsumexp, called.scalars, called.given)
+
+    def _prepare(
+        self,
+        called: Called,
+        saved: Saved,
+        grad_output: torch.Tensor,
+        grad_logsumexp: torch.Tensor | None,
+        wanted: frozenset[str],
+    ) -> PreparedBackward:
+        basis = called.basis
         names = [buffer.name for buffer in basis.understood.captured.mods.buffers]
-        buffers = dict(zip(names, saved.buffers, strict=True))
         task = Wanted(
-            inputs=wanted & INPUTS,
+            inputs=wanted & frozenset(INPUTS),
             buffers=frozenset(name for index, name in enumerate(names) if f"buffer {index}" in wanted),
             from_logsumexp=grad_logsumexp is not None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        launch = _launch(basis, saved, grad_output, buffers)
-        outputs = _allocate(launch, task)
-        if grad_logsumexp is not None:
-            outputs["grad_logsumexp"] = grad_logsumexp
+        scalars = dict(zip(basis.scalars, called.scalars, strict=True))
+        launch = _launch(basis, saved, grad_output, dict(zip(names, saved.buffers, strict=True)), scalars)
+        gradients = gradient_form(launch, task)
+        outputs = _placeholder_outputs(gradients.allocate(torch.device("meta")), task, grad_logsumexp)
         problem, guard = _described(basis, launch, outputs)
         kernels = self._compiled(basis, launch, problem, guard, task)
-        lists = [self._lists(basis, launch, saved.buffers, guard, plan) for _, plan in kernels.passes]
-        _run(kernels, launch, outputs, lists)
-        return _collect(wanted, names, buffers, outputs)
+        passes = [self._pass(basis, launch, guard, *one) for one in kernels.passes]
+        return PreparedBackward(kernels.delta, passes, launch, outputs, gradients, wanted, basis.table, self._tables)
+
+    def _pass(self, basis: Basis, launch: Launch, guard: Guard, kernel: Kernel, plan: AnyBackwardPlan) -> Pass:
+        """Return one kernel with the block lists that it reads: the block mask's, or those of a derived table."""
+        form, walked = _own_table(plan)
+        if form is None:
+            return Pass(kernel, plan, launch.table, None, None, takes_given=False)
+        request = self._tables.request(basis.understood, launch, form, guard, basis.target, walked)
+        lists = placeholder_lists(basis.understood, launch, form, walked)
+        return Pass(kernel, plan, lists, request, form, takes_given=walked is Axis.KV)
 
     def lower(self, basis: Basis, forward: Launch, loss_reads_logsumexp: bool) -> LoweredBackward:
         """Return the backward kernels of a call for every tensor that requires grad, without running any.
@@ -137,9 +155,9 @@ class Training:
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         buffers = dict(zip(forward.buffers, saved.buffers, strict=True))
-        launch = _launch(basis, saved, torch.empty_like(saved.output), buffers)
-        outputs = _allocate(launch, wanted) | {"grad_logsumexp": saved.logsumexp}
-        outputs |= {f"scale of {name}": saved.logsumexp for name in wanted.buffers}
+        launch = _launch(basis, saved, torch.empty_like(saved.output), buffers, forward.scalars)
+        made = gradient_form(launch, wanted).allocate(torch.device("meta"))
+        outputs = _placeholder_outputs(made, wanted, saved.logsumexp)
         problem, guard = _described(basis, launch, outputs)
         trusted = scalars_are_trusted(launch.scalars)
         kernels = compile_backward(
@@ -167,22 +185,6 @@ class Training:
                 found = self._kernels[key] = _load(kernels, captured)
         return found
 
-    def _lists(
-        self, basis: Basis, launch: Launch, buffers: Sequence[torch.Tensor], guard: Guard, plan: AnyBackwardPlan
-    ) -> Lists:
-        """Return the block lists that a kernel reads: the block mask's, or a derived table's of the kernel's tiles.
-
-        Where the forward's tiles are of the same size, its table is found.
-        """
-        form, walked = _own_table(plan)
-        if form is None:
-            return launch.table
-        if basis.given is not None and walked is Axis.KV and basis.given.form == form:
-            self._tables.cache.outlive_capture(basis.given)
-            return basis.given.current_lists()
-        request = self._tables.request(basis.understood, launch, form, guard, basis.target, walked)
-        return self._tables.lists(request, None, Values(buffers, buffers, tuple(basis.scalars.values())))
-
 
 def _own_table(plan: AnyBackwardPlan) -> tuple[TableForm | None, Axis]:
     """Return the form of the derived table that a kernel walks, if it does, and which side's blocks it lists."""
@@ -205,7 +207,7 @@ def _placeholders(launch: Launch) -> Saved:
     """Return what a forward would save, with the launch's strides and without memory."""
     query, key, value = (_without_memory(launch.tensors[name]) for name in ("query", "key", "value"))
     rows = query.shape[:3]
-    output = _like(query)[..., :1].expand(*rows, value.shape[3]).contiguous()
+    output = query.new_empty((*rows, value.shape[3]))
     logsumexp = query.new_empty(rows, dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     buffers = tuple(_without_memory(buffer) for buffer in launch.buffers.values())
     packing = Packing(*map(_without_memory, launch.cu_seqlens.values())) if launch.cu_seqlens else None
@@ -221,28 +223,36 @@ def _load(kernels: BackwardKernels, owner: object) -> _Kernels:
     return _Kernels(Kernel(*kernels.delta, owner), passes)
 
 
-def _run(kernels: _Kernels, launch: Launch, outputs: dict[str, torch.Tensor], lists_of_passes: Sequence[Lists]) -> None:
-    """Launch every kernel; between measuring and summing in fixed point, set the scales."""
-    for name in outputs.keys() & {f"grad_{name}" for name in INPUTS} - kernels.written:
-        outputs[name].zero_()
-    if kernels.passes:
-        kernels.delta.run(launch, outputs)
-    for number, ((kernel, plan), lists) in enumerate(zip(kernels.passes, lists_of_passes, strict=True)):
-        if plan.accumulation is Accumulation.FIXED:
-            _set_scales(kernels.passes[number:], launch, outputs)
-        kernel.run(replace(launch, table=lists), outputs)
+def _form(
+    saved: Saved, grad_output: torch.Tensor, grad_logsumexp: torch.Tensor | None, wanted: frozenset[str]
+) -> Hashable:
+    """Return what decides everything about a backward call of one form of forward call, but addresses and values.
+
+    The saved tensors are looked at again: hooks of autograd may return others than were saved.
+    """
+    tensors = [saved.query, saved.key, saved.value, saved.output, saved.logsumexp, grad_output, *saved.buffers]
+    if saved.tail is not None:
+        tensors.append(saved.tail)
+    if grad_logsumexp is not None:
+        tensors.append(grad_logsumexp)
+    if saved.dropout is not None:
+        tensors.append(saved.dropout.seed)
+    if saved.packing is not None:
+        tensors += saved.packing.tensors
+    forms = [(t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15) for t in tensors]
+    return (wanted, grad_logsumexp is None, torch.are_deterministic_algorithms_enabled(), *forms)
 
 
-def _set_scales(
-    passes: Sequence[tuple[Kernel, AnyBackwardPlan]], launch: Launch, outputs: dict[str, torch.Tensor]
-) -> None:
-    """Set the scale of each buffer's sums, once; `passes` are those that sum."""
-    buffers = {site.buffer for _, plan in passes for site in plan.scatter}
-    for name in sorted(buffers):
-        if f"scale of {name}" not in outputs:
-            sites = sum(site.buffer == name for _, plan in passes for site in plan.scatter)
-            count = sites * launch.batch * launch.q_heads * launch.q_len * launch.kv_len
-            outputs[f"scale of {name}"] = scale_for(outputs[f"largest of {name}"], count)
+def _placeholder_outputs(
+    made: Mapping[str, torch.Tensor], wanted: Wanted, grad_logsumexp: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Return what the kernels may name beside the launch's tensors, of which only forms matter."""
+    outputs = dict(made)
+    if grad_logsumexp is not None:
+        outputs["grad_logsumexp"] = grad_logsumexp
+    if wanted.deterministic:
+        outputs |= {f"scale of {name}": made[f"largest of {name}"] for name in wanted.buffers}
+    return outputs
 
 
 def _described(basis: Basis, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> tuple[Problem, Guard]:
@@ -253,7 +263,13 @@ def _described(basis: Basis, launch: Launch, outputs: Mapping[str, torch.Tensor]
     return _problem(basis, described), describe_guard(described, 0, basis.understood.facts.rows_safe)
 
 
-def _launch(basis: Basis, saved: Saved, grad_output: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> Launch:
+def _launch(
+    basis: Basis,
+    saved: Saved,
+    grad_output: torch.Tensor,
+    buffers: Mapping[str, torch.Tensor],
+    scalars: Mapping[str, int | float],
+) -> Launch:
     batch, q_heads, q_len, _ = saved.query.shape
     tensors = {"query": saved.query, "key": saved.key, "value": saved.value, "grad_output": grad_output}
     tail = {} if saved.tail is None else {"logsumexp_tail": saved.tail}
@@ -268,7 +284,7 @@ def _launch(basis: Basis, saved: Saved, grad_output: torch.Tensor, buffers: Mapp
         scale=basis.scale,
         table=table,
         buffers=buffers,
-        scalars=basis.scalars,
+        scalars=scalars,
         dropout=saved.dropout,
         cu_seqlens=saved.packing.named if saved.packing else {},
     )
@@ -283,46 +299,3 @@ def _problem(basis: Basis, launch: Launch) -> Problem:
         output_max=False,
         has_offsets=False,
     )
-
-
-def _allocate(launch: Launch, wanted: Wanted) -> dict[str, torch.Tensor]:
-    """Allocate gradients: of tensors uninitialised, in their own order of heads and rows; of buffers zeroed.
-
-    Deterministic sums of buffers are 64-bit integers; beside them goes the largest magnitude of what they sum.
-    """
-    query = launch.tensors["query"]
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    # Kernels may want each head's rows to begin at a multiple; others leave the end unused.
-    rows = (launch.batch, launch.q_heads, -(-launch.q_len // MOST_ROW_MULTIPLE) * MOST_ROW_MULTIPLE)
-    names = ("delta", "row_shift", *["row_tail"] * ("logsumexp_tail" in launch.tensors))
-    outputs = {name: query.new_empty(rows, dtype=dtype) for name in names}
-    outputs |= {f"grad_{name}": _like(launch.tensors[name]) for name in sorted(wanted.inputs)}
-    sums = torch.int64 if wanted.deterministic else dtype
-    for name in sorted(wanted.buffers):
-        buffer = launch.buffers[name]
-        outputs[f"grad of {name}"] = torch.zeros(buffer.shape, dtype=sums, device=buffer.device)
-        if wanted.deterministic:
-            outputs[f"largest of {name}"] = query.new_zeros((), dtype=dtype)
-    return outputs
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    b, h, s, d = tensor.shape
-    if h > 1 and s > 1 and tensor.stride(1) < tensor.stride(2):
-        return tensor.new_empty((b, s, h, d)).transpose(1, 2)
-    return tensor.new_empty((b, h, s, d))
-
-
-def _collect(
-    wanted: frozenset[str], names: list[str], buffers: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
-) -> Gradients:
-    found: Gradients = {name: outputs[f"grad_{name}"] for name in INPUTS & wanted}
-    for index, name in enumerate(names):
-        if f"buffer {index}" in wanted:
-            found[f"buffer {index}"] = _sum(name, outputs).to(buffers[name].dtype)
-    return found
-
-
-def _sum(name: str, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    total, scale = outputs[f"grad of {name}"], outputs.get(f"scale of {name}")
-    return total if scale is None else to_float(total, scale, outputs[f"largest of {name}"])

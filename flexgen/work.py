@@ -19,6 +19,8 @@ from flexgen.lowering.chips import Chip
 from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
 from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
 from flexgen.lowering.triton.backward_plan import BackwardKernel
+from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.lowering.triton_decode.plan import DecodePlan
 
 
 class Sizes(Protocol):
@@ -47,10 +49,11 @@ class Visited:
     Attributes:
         live: (query, key) pairs of all query heads that the mask keeps.
         tiles: tiles that are visited; computed in whole, also where they reach past an end.
-        programs: tiles of the side that programs own, one program each.
+        programs: tiles of the side that programs own, one program each; of each split.
         walked_rows: rows of the other side that all programs load, in sum.
         read_rows: those of them that are different, each counted once a head of its tensor.
         estimated: counted at some (batch, head) only, and scaled to all.
+        splits: programs that share the walk of a tile, each of which leaves its rows for another kernel to combine.
     """
 
     live: int
@@ -59,6 +62,7 @@ class Visited:
     walked_rows: int
     read_rows: int
     estimated: bool = False
+    splits: int = 1
 
 
 Unit = Literal["matrix unit", "memory", "exponentials"]
@@ -157,7 +161,8 @@ def predict_work(
         exponentials += visited.tiles * plan.BLOCK_M  # what the sums so far are scaled by
     moved = _memory_bytes(plan, sizes, visited) | ({"captured": captured_bytes} if captured_bytes else {})
     chip = plan.target.chip
-    used = min(1.0, visited.programs / chip.multiprocessors) if chip else 1.0
+    used = min(1.0, visited.programs * visited.splits / chip.multiprocessors) if chip else 1.0
+    key_size, value_size = _stored_sizes(plan)
     amounts = {"matrix unit": flops, "memory": sum(moved.values()), "exponentials": exponentials}
     return Work(
         kernel,
@@ -167,7 +172,7 @@ def predict_work(
         flops,
         exponentials,
         moved,
-        visited.walked_rows * (sizes.Dqk + sizes.Dv) * plan.query_dtype.itemsize,
+        visited.walked_rows * (sizes.Dqk * key_size + sizes.Dv * value_size),
         _bounds(amounts, chip, used, _matrix_rate(plan, chip)) if chip and used else (),
         chip,
         used,
@@ -185,16 +190,26 @@ def _flops_of_a_pair(plan: WalkPlan, qk: int, v: int) -> int:
     return 2 * products
 
 
+def _stored_sizes(plan: WalkPlan) -> tuple[int, int]:
+    """Return the bytes of an element of the walked side's two tensors: keys and values, or queries and gradients."""
+    if isinstance(plan, ForwardPlan):
+        return plan.key_dtype.itemsize, plan.value_dtype.itemsize
+    return plan.query_dtype.itemsize, plan.query_dtype.itemsize
+
+
 def _memory_bytes(plan: WalkPlan, sizes: Sizes, visited: Visited) -> dict[str, int]:
     size, statistic = plan.query_dtype.itemsize, 4
     rows, keys = sizes.B * sizes.Hq * sizes.Lq, sizes.B * sizes.Hkv * sizes.Lk
     if not isinstance(plan, AnyBackwardPlan):
+        key_size, value_size = _stored_sizes(plan)
         moved = {
             "query": rows * sizes.Dqk * size,
-            "key": visited.read_rows * sizes.Dqk * size,
-            "value": visited.read_rows * sizes.Dv * size,
-            "output": rows * sizes.Dv * size,
+            "key": visited.read_rows * sizes.Dqk * key_size,
+            "value": visited.read_rows * sizes.Dv * value_size,
         }
+        if isinstance(plan, DecodePlan) and visited.splits > 1:  # the combining kernel writes the outputs
+            return moved | {"partial rows": rows * visited.splits * plan.PARTIAL_WIDTH * statistic}
+        moved |= {"output": rows * sizes.Dv * size}
         statistics = {"logsumexp": plan.OUTPUT_LOGSUMEXP, "max_scores": plan.OUTPUT_MAX}
         return moved | {name: rows * statistic for name, wanted in statistics.items() if wanted}
     if plan.kernel is BackwardKernel.DQ:

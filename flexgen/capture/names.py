@@ -37,6 +37,7 @@ _BOUND_IN_KERNELS = frozenset(
         "tiles_per_own_block tiles_per_q_block turn turn_count v_dim value_desc visited wait_for wanted warpgroup "
         "weight wide_kv_head before keep_interval values checked needs_mask inverse in_full past "
         "log_sum added logsumexp_tail row_tail "
+        "kv_len split splits per_split share combine partial_row page in_page score_scale v_scale "
         "dropout_seed dropout_stream drop_below is_kept keep_scale kept stream "
         "cu_seqlens_k cu_seqlens_q kv_base kv_begin q_base q_begin sequence_of SEQUENCES "
         "blocks deltas differentiate dim first_row free fresh hidden kv_tile line_of_blocks live_queries own_full "
@@ -46,15 +47,15 @@ _BOUND_IN_KERNELS = frozenset(
 )
 _PRELUDE = frozenset(
     (  # noqa: SIM905
-        "expm1 float_floor_div float_floor_mod floor_div floor_mod log1p power round_half_even sigmoid sign tanh "
-        "tanh_approx truncate"
+        "expm1 float_floor_div float_floor_mod floor_div floor_mod from_e4m3 log1p power round_half_even sigmoid sign "
+        "tanh tanh_approx truncate"
     ).split()
 )
 # Spelled like a template variable (BLOCK_M, SM_SCALE, num_warps): upper case with an underscore, or a launch option;
 # like the numbered names of loop bounds; or like what backward kernels make of a buffer's name.
 _TEMPLATE_LIKE = re.compile(
     r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|num_warps|num_stages|num_ctas|stride_\w+|\w+_(ptr|desc|stride_?\w+|size\d+)"
-    r"|(lo|hi|full_lo|full_hi|consumer)(_\d+)?|(gap|width)_\d+|backward_\w+"
+    r"|(lo|hi|full_lo|full_hi|consumer)(_\d+)?|(gap|width|tiles)_\d+|backward_\w+"
     r"|(grad|share_of|scale_of|largest_of|contribution|scatter|measure|head_grad|head_query|summarise)_\w+"
     r"|(query|key|value)_(b|h|empty|full|phase|slot|tiles)"
 )

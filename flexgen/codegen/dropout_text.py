@@ -29,7 +29,7 @@ def dropout_args(draws: Draws, accumulator_dtype: torch.dtype) -> list[Arg]:
     if draws is Draws.NONE:
         return []
     return [
-        Arg("dropout_seed_ptr", Role.TENSOR, "dropout_seed", None, pointer_type(torch.int64), True),
+        Arg("dropout_seed_ptr", Role.TENSOR, "dropout_seed", None, pointer_type(torch.int64), False),
         Arg("drop_below", Role.DROPOUT, "drop_below", None, "u32", False),
         Arg("keep_scale", Role.DROPOUT, "keep_scale", None, _SCALAR_TYPES[accumulator_dtype], False),
     ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from flexgen.codegen.dialects.triton import Dialect
 from flexgen.codegen.dropout_text import dropout_functions
 from flexgen.codegen.forward_text import ForwardHoles, ForwardText
 from flexgen.codegen.header import header
 from flexgen.codegen.key import kernel_key
-from flexgen.codegen.mod_printer import print_mod
+from flexgen.codegen.mod_printer import PrintedMod, print_mod
 from flexgen.codegen.module_text import Variable, render_module
 from flexgen.codegen.node_printer import PrintContext
 from flexgen.codegen.render import render_part
@@ -17,6 +18,7 @@ from flexgen.codegen.source import KernelSource
 from flexgen.ir.graph import Mods, Node
 from flexgen.ir.origins import Origins
 from flexgen.ir.sizes import size_name
+from flexgen.lowering.dropout import Draws
 from flexgen.lowering.ranges import Range, RangeAnalysis
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.problem import INDEX_LIMIT, SIZE_LIMIT
@@ -33,11 +35,7 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
     mask = print_mod(mods.mask, origins, context, plan.accumulator_dtype) if mods.mask else None
     holes = ForwardText(plan, score, mask, context).holes()
     printed = [mod for mod in (score, mask) if mod is not None]
-    prelude = dict.fromkeys(name for mod in printed for name in mod.prelude) | dict.fromkeys(holes.prelude)
-    functions = [render_part(f"triton/prelude/{name}.py.jinja") for name in prelude]
-    functions += ["\n".join(line.text for line in mod.lines) for mod in printed]
-    functions += dropout_functions(plan.DROPOUT)
-    variables = _variables(plan, holes)
+    variables = forward_variables(plan, holes)
     module = render_module(
         "triton/forward.py.jinja",
         printed=printed,
@@ -46,10 +44,19 @@ def emit_forward(mods: Mods, origins: Origins, plan: ForwardPlan) -> KernelSourc
         plan=plan,
         holes=holes,
         variables=variables,
-        functions=functions,
+        functions=printed_functions(printed, holes, plan.DROPOUT),
         libdevice=any(mod.libdevice for mod in printed),
     )
     return KernelSource(module.text, "forward", holes.args, module.line_map, kernel_key(mods, origins, plan))
+
+
+def printed_functions(mods: Sequence[PrintedMod], holes: ForwardHoles, draws: Draws) -> list[str]:
+    """Return the texts of the functions that come before a kernel's own: what mods and bounds call, and the mods."""
+    decodes = ["from_e4m3"] if "from_e4m3" in holes.key_conversion + holes.value_conversion else []
+    prelude = dict.fromkeys(name for mod in mods for name in mod.prelude) | dict.fromkeys([*holes.prelude, *decodes])
+    functions = [render_part(f"triton/prelude/{name}.py.jinja") for name in prelude]
+    functions += ["\n".join(line.text for line in mod.lines) for mod in mods]
+    return functions + dropout_functions(draws)
 
 
 def print_context(mods: Mods, plan: ForwardPlan) -> PrintContext:
@@ -86,7 +93,8 @@ def mod_context(mods: Mods, dialect: Dialect, wide: frozenset[str], wide_index: 
     )
 
 
-def _variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
+def forward_variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
+    """Return the template variables of a forward kernel."""
     numbers = [Variable(name, str(getattr(plan, name))) for name in ("BLOCK_M", "BLOCK_N")]
     numbers += [
         Variable("QK_HEAD_DIM", str(plan.QK_HEAD_DIM)),
@@ -100,6 +108,8 @@ def _variables(plan: ForwardPlan, holes: ForwardHoles) -> list[Variable]:
             Variable("SPARSE_Q_BLOCK_SIZE", str(plan.SPARSE_Q_BLOCK_SIZE)),
             Variable("SPARSE_KV_BLOCK_SIZE", str(plan.SPARSE_KV_BLOCK_SIZE)),
         ]
+    if plan.index_map.page_size:
+        numbers.append(Variable("PAGE_SIZE", str(plan.index_map.page_size), "keys of a page"))
     if plan.index_map.packs_sequences:
         numbers.append(search_width(plan.SEARCH_WIDTH))
     if plan.SM_SCALE is not None:

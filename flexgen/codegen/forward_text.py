@@ -13,7 +13,7 @@ from flexgen.codegen.dialects.triton import pointer_type, type_name
 from flexgen.codegen.dropout_text import dropout_args, kept_call
 from flexgen.codegen.mod_printer import PrintedMod
 from flexgen.codegen.node_printer import PrintContext
-from flexgen.codegen.sides import Side, dim_mask
+from flexgen.codegen.sides import Pages, Side, dim_mask
 from flexgen.codegen.source import Arg, Role
 from flexgen.codegen.tile_args import dot_options, length_args, stride_args
 from flexgen.codegen.walk_text import Checked, gap_count, grouped, span, walks_of
@@ -53,6 +53,11 @@ class ForwardHoles:
     dot_options: str
     scale: str
     scale_score: bool
+    softmax_scale: str
+    pages: str
+    kv_len: str
+    key_conversion: str
+    value_conversion: str
     exponent_scale: str
     natural_max: str
     accumulator: str
@@ -80,6 +85,7 @@ class ForwardText:
         self.derived = plan.schedule.walk is Walk.DERIVED
         self.table = self.derived or plan.schedule.walk is Walk.TABLE
         self.packs = plan.index_map.packs
+        self.kv_len = "KV_LEN" if plan.lengths_dtype is None else "kv_len"
         self.block_is_tile = plan.SPARSE_KV_BLOCK_SIZE == plan.BLOCK_N
         self.divides = not self.table or plan.SPARSE_Q_BLOCK_SIZE % plan.BLOCK_M == 0
         self.rows_masked = self.packs or not self.divides or not plan.IS_DIVISIBLE
@@ -92,7 +98,8 @@ class ForwardText:
         self.gaps = gap_count(self.walks)
         unit = {*plan.unit_stride, "output"}
         self.rows = Side(self.row, "row_exists" if self.rows_masked else "", "q", plan.wide, unit)
-        self.keys = Side(self.column, "column_exists" if self.column_limit else "", "kv", plan.wide, unit)
+        exists = "column_exists" if self.column_limit else ""
+        self.keys = Side(self.column, exists, "kv", plan.wide, unit, self._pages())
 
     def holes(self) -> ForwardHoles:
         plan = self.plan
@@ -123,7 +130,12 @@ class ForwardText:
             row_mask="row_exists" if self.rows_masked else "",
             dot_options=dot_options(plan),
             scale=self._scale,
-            scale_score=not plan.PRESCALE_QK and not plan.FOLD_SCALE and plan.SM_SCALE != 1.0,
+            scale_score=not plan.PRESCALE_QK and not plan.FOLD_SCALE and (plan.SM_SCALE != 1.0 or plan.K_SCALE),
+            softmax_scale=self._softmax_scale,
+            pages=self.keys.pages.name,
+            kv_len=self.kv_len,
+            key_conversion=self._conversion("key", plan.key_dtype),
+            value_conversion=self._conversion("value", plan.value_dtype),
             exponent_scale="SCALE_LOG2_E" if plan.FOLD_SCALE else "LOG2_E",
             natural_max=f"row_max * {self._scale}" if plan.FOLD_SCALE else "row_max",
             accumulator=type_name(plan.accumulator_dtype),
@@ -145,6 +157,10 @@ class ForwardText:
 
     @property
     def _scale(self) -> str:
+        return "score_scale" if self.plan.K_SCALE else self._softmax_scale
+
+    @property
+    def _softmax_scale(self) -> str:
         return "sm_scale" if self.plan.SM_SCALE is None else "SM_SCALE"
 
     @property
@@ -154,6 +170,20 @@ class ForwardText:
     @property
     def _uses_kv_idx(self) -> bool:
         return self._has_mods or self.plan.DROPOUT is Draws.SINGLE
+
+    def _pages(self) -> Pages:
+        """How keys lie in pages."""
+        page_size, block_n = self.plan.index_map.page_size, self.plan.BLOCK_N
+        if not page_size:
+            return Pages.NONE
+        tiles_are_aligned = not self.table or self.plan.SPARSE_KV_BLOCK_SIZE % block_n == 0
+        return Pages.OF_TILES if page_size % block_n == 0 and tiles_are_aligned else Pages.OF_KEYS
+
+    def _conversion(self, tensor: str, dtype: torch.dtype) -> str:
+        """The expression of a tile in the query's dtype, where it is stored in another."""
+        if dtype == self.plan.query_dtype:
+            return ""
+        return f"{f'from_e4m3({tensor})' if tensor in self.plan.decoded else tensor}.to(query.dtype)"
 
     def _print_ranges(self, context: PrintContext) -> PrintedRanges:
         offset = "Q_OFFSET + " if self.plan.index_map.has_offsets else ""
@@ -173,11 +203,11 @@ class ForwardText:
             "q_lo": "q_lo",
             "q_hi": "q_hi",
             "Q_LEN": "(Q_OFFSET + Q_LEN)" if offset else "Q_LEN",
-            "KV_LEN": "(KV_OFFSET + KV_LEN)" if offset else "KV_LEN",
+            "KV_LEN": f"(KV_OFFSET + {self.kv_len})" if offset else self.kv_len,
             **heads,
         }
         exists = "row_exists" if self.rows_masked else ""
-        axis = WalkedAxis("KV_LEN", "BLOCK_N", "KV_OFFSET" if offset else "", exists)
+        axis = WalkedAxis(self.kv_len, "BLOCK_N", "KV_OFFSET" if offset else "", exists)
         masked = self.mask is not None or not self.plan.IS_DIVISIBLE
         printed = RangesPrinter(context, inputs, axis).print(self.plan.schedule, full=masked)
         used = " ".join(line for line in printed.lines if not line.startswith("#"))
@@ -192,8 +222,8 @@ class ForwardText:
         """The end of the columns a tile may use, where a tile can reach past it."""
         plan = self.plan
         if self.table and plan.SPARSE_KV_BLOCK_SIZE % plan.BLOCK_N:
-            return "tl.minimum((block + 1) * SPARSE_KV_BLOCK_SIZE, KV_LEN)"
-        return "" if plan.IS_DIVISIBLE else "KV_LEN"
+            return f"tl.minimum((block + 1) * SPARSE_KV_BLOCK_SIZE, {self.kv_len})"
+        return "" if plan.IS_DIVISIBLE else self.kv_len
 
     def _needs_two_kinds(self) -> bool:
         if self.table:
@@ -244,9 +274,11 @@ class ForwardText:
         names = ["acc", "row_max", "row_sum", "query"]
         for tensor in ("key", "value"):
             names += [f"{tensor}_desc"] if plan.USE_TMA else [f"{tensor}_ptr", f"{tensor}_stride_kv"]
+            names += [f"{tensor}_stride_page"] if plan.index_map.page_size else []
             names += [] if plan.USE_TMA or tensor in plan.unit_stride else [f"{tensor}_stride_d"]
-        names += ["sm_scale"] if plan.SM_SCALE is None and not plan.PRESCALE_QK else []
-        names += ["KV_LEN"] if "KV_LEN" in self.column_limit else []
+        names += [self._scale] if (plan.SM_SCALE is None or plan.K_SCALE) and not plan.PRESCALE_QK else []
+        names += [self.kv_len] if self.kv_len in self.column_limit else []
+        names += ["page_table_ptr"] if plan.index_map.page_size else []
         names += ["KV_OFFSET"] if plan.index_map.has_offsets and self._uses_kv_idx else []
         names += ["b", "h"] if self._has_mods else []
         names += ["q_idx"] if self._uses_kv_idx else []
@@ -288,18 +320,39 @@ class ForwardText:
         plan = self.plan
         outputs = ["output", *["logsumexp"] * plan.OUTPUT_LOGSUMEXP, *["max_scores"] * plan.OUTPUT_MAX]
         outputs += ["logsumexp_tail"] * plan.OUTPUT_TAIL
-        args = [_pointer(name, self._dtype(name)) for name in ("query", "key", "value", *outputs)]
+        args = [
+            _pointer(name, torch.uint8 if name in plan.decoded else self._dtype(name))
+            for name in ("query", "key", "value", *outputs)
+        ]
         args += list(self._table_args()) if self.table else []
+        args += self._side_args()
+        args += self._own_args()
         for tensor, row in (("query", "q"), ("key", "kv"), ("value", "kv"), ("output", "q")):
-            args += stride_args(tensor, row, plan, {*plan.unit_stride, "output"})
+            paged = plan.index_map.page_size > 0 and row == "kv"
+            args += stride_args(tensor, row, plan, {*plan.unit_stride, "output"}, outer="page" if paged else "b")
         lengths = ["Q_LEN", "KV_LEN", "Q_HEADS", *["Q_OFFSET", "KV_OFFSET"] * plan.index_map.has_offsets]
         args += length_args(plan, ["Q_TOTAL", "SEQUENCES", "Q_HEADS"] if plan.index_map.packs_sequences else lengths)
+        args += [Arg("v_scale", Role.SIDE_NUMBER, "v_scale", None, "fp32", False)] * (plan.V_SCALE == "number")
         args += [Arg("sm_scale", Role.SCALE, "scale", None, "fp32", False)] * (plan.SM_SCALE is None)
         args += dropout_args(plan.DROPOUT, plan.accumulator_dtype)
         bounds = self.ranges.args if self.ranges else ()
         return tuple(dict.fromkeys([*args, *self._captured_args(), *bounds]))
 
+    def _side_args(self) -> list[Arg]:
+        """What the call brings besides query, key and value, other than numbers."""
+        plan = self.plan
+        args = _side_args("kv_lengths", "b", plan.lengths_dtype) if plan.lengths_dtype is not None else []
+        args += _side_args("page_table", "b", torch.int32) if plan.index_map.page_size else []
+        args += _side_args("k_scale", "h", torch.float32) if plan.K_SCALE else []
+        return args + (_side_args("v_scale", "h", torch.float32) if plan.V_SCALE == "head" else [])
+
+    def _own_args(self) -> list[Arg]:
+        """Pointers that only a kind of forward kernel takes."""
+        return []
+
     def _dtype(self, tensor: str) -> torch.dtype:
+        if tensor in self.plan.decoded:
+            return torch.uint8
         dtypes: Mapping[str, torch.dtype] = {
             "query": self.plan.query_dtype,
             "key": self.plan.key_dtype,
@@ -324,6 +377,14 @@ class ForwardText:
 
 def _pointer(name: str, dtype: torch.dtype) -> Arg:
     return Arg(f"{name}_ptr", Role.TENSOR, name, None, pointer_type(dtype), True)
+
+
+def _side_args(name: str, axis: str, dtype: torch.dtype) -> list[Arg]:
+    """Pointer and stride of a tensor that a call brings besides query, key and value."""
+    return [
+        Arg(f"{name}_ptr", Role.SIDE, name, None, pointer_type(dtype), True),
+        Arg(f"{name}_stride_{axis}", Role.SIDE_STRIDE, name, 0, "i32", True),
+    ]
 
 
 def _mentions(text: str, name: str) -> bool:

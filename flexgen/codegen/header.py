@@ -10,6 +10,7 @@ from flexgen.lowering.dropout import Draws
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.lowering.triton_decode.plan import DecodePlan
 
 FLAGS = (
     "IS_DIVISIBLE",
@@ -31,7 +32,25 @@ _WIDTH = 110
 
 def header(mods: Mods, plan: ForwardPlan) -> str:
     """Return the module docstring."""
-    rows = [
+    return _docstring("Fused attention, forward", plan, _rows(mods, plan))
+
+
+def decode_header(mods: Mods, plan: DecodePlan) -> str:
+    """Return the module docstring of a decode kernel."""
+    rows = _rows(mods, plan)
+    live = f"a row has at most {plan.LIVE_KEYS} live keys" if plan.LIVE_KEYS is not None else ""
+    splits = f"{plan.SPLIT_KV or 'counted by each launch'}   because: {_because(plan, 'SPLIT_KV')}"
+    rows.insert(4, ("splits", "\n".join(text for text in (splits, live) if text)))
+    return _docstring("Fused attention, decoding", plan, rows)
+
+
+def _docstring(what: str, plan: ForwardPlan, rows: list[tuple[str, str]]) -> str:
+    body = "\n".join(row(label, text) for label, text in rows)
+    return f'"""{what}, for {plan.target.name}. Written by flexgen.\n\n{body}\n"""'
+
+
+def _rows(mods: Mods, plan: ForwardPlan) -> list[tuple[str, str]]:
+    return [
         ("score_mod", _name(mods.score, "none: softmax of scaled products")),
         ("mask_mod", _name(mods.mask, "none: every key is live")),
         ("tile", _tile(plan)),
@@ -41,8 +60,6 @@ def header(mods: Mods, plan: ForwardPlan) -> str:
         *_dropout(plan),
         ("flags", ", ".join(f"{name}={getattr(plan, name)}" for name in FLAGS)),
     ]
-    body = "\n".join(row(label, text) for label, text in rows)
-    return f'"""Fused attention, forward, for {plan.target.name}. Written by flexgen.\n\n{body}\n"""'
 
 
 def backward_header(mods: Mods, plan: BackwardPlan) -> str:

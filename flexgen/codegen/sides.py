@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection
 from dataclasses import dataclass
+
+
+class Pages(enum.Enum):
+    """Where the positions of a side lie."""
+
+    NONE = "one after the other"
+    OF_TILES = "each tile in one page"
+    OF_KEYS = "each position in a page of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +25,7 @@ class Side:
         axis: "q" or "kv", the suffix of strides along it.
         wide: tensors whose offsets along it need 64 bits.
         unit_stride: tensors whose last dimension has stride 1.
+        pages: where positions lie; in pages, `page` is theirs and `in_page` their place in it.
     """
 
     index: str
@@ -23,13 +33,17 @@ class Side:
     axis: str
     wide: Collection[str]
     unit_stride: Collection[str]
+    pages: Pages = Pages.NONE
 
     def address(self, tensor: str, dim: str, head: str = "") -> str:
         """Return the addresses of a tile [BLOCK, head dim] of a tensor.
 
         Its pointer is at the right batch, and at the right head unless `head` is the offset of each row's head.
         """
-        position = f"{self.index}[:, None]" + (".to(tl.int64)" if tensor in self.wide else "")
+        index = self.index if self.pages is Pages.NONE else "in_page"
+        if self.pages is not Pages.NONE:
+            head += f"page{'[:, None]' if self.pages is Pages.OF_KEYS else ''} * {tensor}_stride_page + "
+        position = f"{index}[:, None]" + (".to(tl.int64)" if tensor in self.wide else "")
         along = f"{dim}[None, :]" if tensor in self.unit_stride else f"{dim}[None, :] * {tensor}_stride_d"
         return f"{tensor}_ptr + {head}{position} * {tensor}_stride_{self.axis} + {along}"
 

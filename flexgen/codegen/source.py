@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 
@@ -19,6 +19,11 @@ class Role(enum.Enum):
     TABLE = "table"  # pointer to one of the block table's index tensors
     TABLE_STRIDE = "table stride"
     TABLE_SIZE = "table size"
+    SIDE = "side"  # pointer to a tensor that a call brings besides query, key and value, such as kv_lengths
+    SIDE_STRIDE = "side stride"
+    SIDE_NUMBER = "side number"  # a number that a call brings: v_scale
+    SPLITS = "splits"  # how many programs share the keys of a row
+    SCRATCH = "scratch"  # pointer to memory that one kernel of a call leaves for the next
     CU_SEQLENS = "cu_seqlens"  # pointer to the offsets of packed sequences
     BUFFER = "buffer"  # pointer to a captured tensor
     BUFFER_STRIDE = "buffer stride"
@@ -80,6 +85,14 @@ class LineOrigin:
 
 
 @dataclass(frozen=True, slots=True)
+class SecondKernel:
+    """A kernel of the same module that runs after the entry: its name, and its parameters in order."""
+
+    entry: str
+    args: tuple[Arg, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KernelSource:
     """One emitted module.
 
@@ -89,6 +102,7 @@ class KernelSource:
         args: its parameters, in order.
         line_map: where each line of the text comes from, in order.
         key: digest of mods, plan and flexgen's own sources; names the module in caches.
+        second: the kernel that finishes what the entry leaves, if it takes two.
     """
 
     text: str
@@ -96,6 +110,12 @@ class KernelSource:
     args: tuple[Arg, ...]
     line_map: tuple[LineOrigin, ...]
     key: str
+    second: SecondKernel | None = None
+
+    def of_second(self) -> KernelSource:
+        """Return the same module with the second kernel as its entry."""
+        assert self.second is not None, f"{self.entry} has no second kernel"
+        return replace(self, entry=self.second.entry, args=self.second.args, second=None)
 
 
 def line_map_text(source: KernelSource) -> str:

@@ -44,13 +44,16 @@ def dot_options(plan: TilePlan) -> str:
     return f', input_precision="{plan.FLOAT32_PRECISION}"' + out
 
 
-def stride_args(tensor: str, axis: str, plan: TilePlan, unit_stride: Collection[str]) -> list[Arg]:
+def stride_args(tensor: str, axis: str, plan: TilePlan, unit_stride: Collection[str], outer: str = "b") -> list[Arg]:
     """Return a tensor's strides along batch, head and `axis`, and along the head dim where it is not 1.
 
     Packed sequences are one entry of the batch.
+
+    Args:
+        outer: the name of the first dimension, the batch unless keys lie in pages.
     """
     width = "i64" if tensor in plan.wide else "i32"
-    kinds = {} if plan.index_map.packs_sequences else {"b": (0, "i64")}
+    kinds = {} if plan.index_map.packs_sequences else {outer: (0, "i64")}
     kinds |= {"h": (1, "i64"), axis: (2, width)}
     if tensor not in unit_stride:
         kinds["d"] = (3, width)

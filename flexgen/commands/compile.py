@@ -14,8 +14,7 @@ from flexgen.commands.resource_report import instruction_lines, resource_lines
 from flexgen.commands.subject import Subject, choose_target, load_subject
 from flexgen.errors import FlexgenError, OptionError
 from flexgen.lowered import Lowered
-from flexgen.lowering.plans import WalkPlan
-from flexgen.lowering.triton.backward_plan import DeltaPlan
+from flexgen.lowering.plans import RowPlan, WalkPlan
 
 EXAMPLES = """\
   flexgen compile causal.py                      compile for this machine's GPU, or sm_90
@@ -97,7 +96,7 @@ def _stages(lowered: Lowered, console: Console) -> Iterator[tuple[str, str]]:
 def _sum_up(subject: Subject, built: Built, console: Console) -> None:
     plan = built.plan
     rows = [("kernel", built.entry), ("shape", f"{subject.sizes} {str(subject.dtype).removeprefix('torch.')}")]
-    if not isinstance(plan, DeltaPlan):
+    if not isinstance(plan, RowPlan):
         rows += [
             ("tile", tile_text(plan)),
             ("walks", f"{plan.schedule.walk.value}: {plan.schedule.because}"),

@@ -12,7 +12,7 @@ from flexgen.commands.sweep import settings_text
 from flexgen.explain import value_text
 from flexgen.lowered import Lowered
 from flexgen.lowering.decision import Decision
-from flexgen.lowering.triton.backward_plan import DeltaPlan
+from flexgen.lowering.plans import RowPlan
 from flexgen.tuning.settings import Settings
 
 _STYLES: dict[str, Style] = {"+": "green", "-": "red", "@": "cyan"}
@@ -62,7 +62,7 @@ def _decisions(lowered: Lowered, kernel: str) -> dict[str, Decision]:
     if kernel not in lowered.entries:
         return {}
     plan = lowered.plan_of(kernel)
-    return {} if isinstance(plan, DeltaPlan) else {decision.name: decision for decision in plan.decisions}
+    return {} if isinstance(plan, RowPlan) else {decision.name: decision for decision in plan.decisions}
 
 
 def _same(change: Change) -> bool:

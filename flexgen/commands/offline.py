@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from flexgen.errors import FlexgenError, OptionError
 from flexgen.lowered import Lowered
 from flexgen.lowering.occupancy import Occupancy, occupancy
-from flexgen.lowering.plans import WalkPlan
-from flexgen.lowering.triton.backward_plan import DeltaPlan
+from flexgen.lowering.plans import RowPlan, WalkPlan
 
 if TYPE_CHECKING:
     from flexgen.runtime.build import Binary
@@ -27,7 +26,7 @@ class Built:
     resources: Resources
 
     @property
-    def plan(self) -> WalkPlan | DeltaPlan:
+    def plan(self) -> WalkPlan | RowPlan:
         return self.lowered.plan_of(self.entry)
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexgen.commands.arguments import Shape
 from flexgen.commands.mask_subject import MaskSubject, Place, mask_subject
 from flexgen.commands.subject import Subject
 from flexgen.commands.tile_map import Visit, lengths, visit_tiles
@@ -18,6 +19,8 @@ from flexgen.ir.graph import Axis
 from flexgen.lowered import Lowered
 from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
 from flexgen.lowering.triton.backward_plan import BackwardKernel
+from flexgen.lowering.triton_decode.plan import DecodePlan
+from flexgen.lowering.triton_decode.splits import Extent, split_count
 from flexgen.work import Visited, Work, predict_work, special_functions
 
 # Beyond these, what is counted stands for the rest too, and the report says so.
@@ -71,14 +74,24 @@ def count_visited(mask: MaskSubject, plan: WalkPlan, lowered: Lowered) -> Visite
     tiles = sum(each.tiles for each in counted) * heads / packed
     of_heads = heads if walks_queries else heads * shape.Hkv / shape.Hq
     owners = shape.Hkv if walks_queries else shape.Hq // packed
+    programs = counted[0].own_tiles * owners * shape.B
     return Visited(
         live=round(sum(each.live for each in counted) * heads),
         tiles=round(tiles),
-        programs=counted[0].own_tiles * owners * shape.B,
+        programs=programs,
         walked_rows=round(tiles * (plan.BLOCK_M if walks_queries else plan.BLOCK_N)),
         read_rows=round(sum(each.read_rows for each in counted) * of_heads),
         estimated=len(chosen) < len(places) or any(each.estimated for each in counted),
+        splits=_splits(plan, programs, shape),
     )
+
+
+def _splits(plan: WalkPlan, programs: int, shape: Shape) -> int:
+    """Return over how many programs a launch on the plan's chip splits the keys."""
+    if not isinstance(plan, DecodePlan):
+        return 1
+    processors = plan.target.chip.multiprocessors if plan.target.chip else 1
+    return split_count(plan, Extent(programs, shape.Lq, shape.Lk, processors))
 
 
 def _walks_queries(plan: WalkPlan) -> bool:

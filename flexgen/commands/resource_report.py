@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from flexgen.commands.offline import Built
-from flexgen.lowering.plans import WalkPlan
-from flexgen.lowering.triton.backward_plan import DeltaPlan
+from flexgen.lowering.plans import RowPlan, WalkPlan
 from flexgen.runtime.machine_code import EXPONENTIAL, LOAD, LOCAL, MATRIX, STORE, Opcodes
 
 
@@ -33,7 +32,7 @@ def tile_sizes(plan: WalkPlan) -> str:
 def planned_bytes(built: Built) -> str:
     """Return the shared memory that the plan computed as the most; of a kernel that is not planned so, a dash."""
     plan = built.plan
-    return "-" if isinstance(plan, DeltaPlan) else str(plan.shared_bytes)
+    return "-" if isinstance(plan, RowPlan) else str(plan.shared_bytes)
 
 
 def occupancy_text(built: Built) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flexgen.commands.console import Console, Span
 from flexgen.commands.offline import Built
 from flexgen.commands.resource_report import planned_bytes, tile_sizes
-from flexgen.lowering.triton.backward_plan import DeltaPlan
+from flexgen.lowering.plans import RowPlan
 from flexgen.runtime.machine_code import EXPONENTIAL, LOAD, LOCAL, MATRIX, SHARED, STORE, Opcodes
 
 Cell = Span | str
@@ -71,7 +71,7 @@ def _labels(rows: Sequence[Row]) -> list[Column]:
 
 def _tile(row: Row) -> str:
     plan = row.built.plan
-    return f"{plan.BLOCK_M} rows" if isinstance(plan, DeltaPlan) else tile_sizes(plan)
+    return f"{plan.BLOCK_M} row{'s' * (plan.BLOCK_M > 1)}" if isinstance(plan, RowPlan) else tile_sizes(plan)
 
 
 def _spilled(row: Row) -> Cell:

@@ -10,8 +10,8 @@ from flexgen.commands.resource_report import tile_sizes
 from flexgen.commands.sweep import settings_text
 from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
 from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan
-from flexgen.lowering.plans import AnyBackwardPlan, WalkPlan
-from flexgen.lowering.triton.backward_plan import BackwardKernel, DeltaPlan
+from flexgen.lowering.plans import AnyBackwardPlan, RowPlan, WalkPlan
+from flexgen.lowering.triton.backward_plan import BackwardKernel
 from flexgen.lowering.triton.backward_tiles import TILE_OPTIONS
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.machine_code import LOCAL
@@ -47,7 +47,7 @@ def write_spills(built: Built, setting: str, console: Console) -> None:
 def _reasons(built: Built) -> Iterator[tuple[str, str]]:
     plan, costs = built.plan, built.resources
     limit = _register_limit(built)
-    if not isinstance(plan, DeltaPlan):
+    if not isinstance(plan, RowPlan):
         held = held_values(plan)
         parts = ", ".join(f"{name} {number}" for name, number in held.items())
         total = sum(held.values())
@@ -105,9 +105,9 @@ def _limit_reason(built: Built, limit: int) -> str:
 _SIZES = (16, 512)
 
 
-def steps(plan: WalkPlan | DeltaPlan) -> list[Settings]:
+def steps(plan: WalkPlan | RowPlan) -> list[Settings]:
     """Return settings that change one option of a kernel by one step."""
-    if isinstance(plan, DeltaPlan):
+    if isinstance(plan, RowPlan):
         return []
     prefix = "bwd_" if isinstance(plan, AnyBackwardPlan) else "fwd_"
     own = {"BLOCK_M": "BLOCK_M", "BLOCK_N": "BLOCK_N"}
@@ -148,7 +148,7 @@ def _step_row(text: str, built: Built) -> list[Span | str]:
     spilled = costs.spill_loads + costs.spill_stores
     return [
         text,
-        "" if isinstance(plan, DeltaPlan) else tile_sizes(plan),
+        "" if isinstance(plan, RowPlan) else tile_sizes(plan),
         str(costs.registers),
         Span(str(spilled), "red" if spilled else "green"),
         str(loop.count(*LOCAL)) if loop else "-",

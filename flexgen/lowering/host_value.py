@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from flexgen.ir.graph import Node, topological
 
 Number = int | float | bool
+_Function = Callable[[Mapping[str, Number]], Any]
 
 _OPERATIONS: Mapping[str, Callable[..., Number]] = {
     "add": operator.add,
@@ -34,7 +36,44 @@ _OPERATIONS: Mapping[str, Callable[..., Number]] = {
 
 def all_hold(conditions: Sequence[Node], names: Mapping[str, Number]) -> bool:
     """Whether every condition is true for the given inputs and scalars; False where one cannot be evaluated."""
-    return all(host_value(condition, names) is True for condition in conditions)
+    return predicate(conditions)(names)
+
+
+def predicate(conditions: Sequence[Node]) -> Callable[[Mapping[str, Number]], bool]:
+    """Return `all_hold` of some small conditions, for many calls: each expression becomes a function once."""
+    functions = [_function(condition) for condition in conditions]
+
+    def hold(names: Mapping[str, Number]) -> bool:
+        try:
+            return all([function(names) is True for function in functions])  # noqa: C419 (faster)
+        except (_UnknownError, KeyError, ZeroDivisionError):
+            return False
+
+    return hold
+
+
+class _UnknownError(Exception):
+    """An expression has no value on the host."""
+
+
+def _function(node: Node) -> _Function:
+    match node.op:
+        case "const":
+            value = node.attr
+            return (lambda names: value) if not isinstance(value, str) else _unknown
+        case "input" | "scalar":
+            return operator.itemgetter(str(node.attr))
+        case "cast":
+            return _function(node.args[0]) if not node.dtype.is_floating_point else _unknown
+    operation = _OPERATIONS.get(node.op)
+    args = [_function(arg) for arg in node.args]
+    if operation is None:
+        return _unknown
+    return lambda names: operation(*[arg(names) for arg in args])
+
+
+def _unknown(names: Mapping[str, Number]) -> Number:
+    raise _UnknownError
 
 
 def host_value(root: Node, names: Mapping[str, Number]) -> Number | None:

@@ -26,11 +26,14 @@ class IndexMap:
     Attributes:
         packed_heads: query heads interleaved in the rows of one tile: 1, or the whole group.
         has_offsets: logical indices are Q_OFFSET + row and KV_OFFSET + column (decoding, sharded sequences).
+        page_size: keys of a page; column `c` is row `c % page_size` of page `page_table[b, c // page_size]`. 0 where
+            columns lie one after the other.
         cu_seqlens: dtype of the offsets of packed sequences; None where a sequence is an entry of the batch.
     """
 
     packed_heads: int = 1
     has_offsets: bool = False
+    page_size: int = 0
     cu_seqlens: torch.dtype | None = None
 
     @property

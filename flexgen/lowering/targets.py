@@ -44,6 +44,7 @@ class Target:
         matrix_unit: the instruction family of tl.dot.
         has_tma: whether the bulk tensor copy engine exists.
         has_fast_tanh: whether the tanh.approx instruction exists.
+        has_e4m3: whether Triton converts float8_e4m3fn there.
         chip: the product whose rates predictions are made with; None for the interpreter.
         multiprocessor: what its programs share; None for the interpreter.
     """
@@ -56,6 +57,7 @@ class Target:
     matrix_unit: MatrixUnit
     has_tma: bool = False
     has_fast_tanh: bool = False
+    has_e4m3: bool = True
     chip: Chip | None = field(default=None, repr=False)
     multiprocessor: Multiprocessor | None = field(default=None, repr=False)
 
@@ -63,7 +65,8 @@ class Target:
 def _nvidia(
     arch: int, shared: int, unit: MatrixUnit, chip: Chip, multiprocessor: Multiprocessor, has_tma: bool = False
 ) -> Target:
-    return Target(f"sm_{arch}", "cuda", arch, 32, shared, unit, has_tma, True, chip, multiprocessor)
+    has_e4m3 = arch >= 89  # where the chip's own instructions convert it
+    return Target(f"sm_{arch}", "cuda", arch, 32, shared, unit, has_tma, True, has_e4m3, chip, multiprocessor)
 
 
 # Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (maximum per block);

@@ -11,7 +11,7 @@ from flexgen.runtime.describe import Launch
 from flexgen.runtime.dropout import SEED
 from flexgen.runtime.gluon_descriptor import Descriptor, descriptor_form
 
-Value = torch.Tensor | Descriptor | int | float
+Value = torch.Tensor | Descriptor | int | float | None
 
 
 def bind(args: Sequence[Arg], launch: Launch, outputs: Mapping[str, torch.Tensor]) -> list[Value]:
@@ -36,6 +36,14 @@ def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> Val
             return _stride(launch.table[arg.of], arg.dim)
         case Role.TABLE_SIZE:
             return launch.table[arg.of].shape[arg.dim or 0]
+        case Role.SIDE | Role.SIDE_NUMBER:
+            return launch.sides[arg.of]
+        case Role.SIDE_STRIDE:
+            return _stride(launch.side_tensor(arg.of), arg.dim)
+        case Role.SPLITS:
+            return launch.splits
+        case Role.SCRATCH:
+            return tensors.get(arg.of)
         case Role.CU_SEQLENS:
             return launch.cu_seqlens[arg.of]
         case Role.BUFFER:

@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,6 +19,8 @@ from flexgen.options import Layout
 from flexgen.problem import DIVISOR, INDEX_LIMIT, SIZE_LIMIT, Guard, Problem, TableForm, bucket
 from flexgen.runtime.dropout import Dropout
 
+STORED = (torch.float8_e4m3fn, torch.float8_e5m2)  # of keys and values beside a half-precision query
+HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT32_END = 1 << 31
 TRUSTED_SCALAR = 1 << 48  # bounds of masks are derived for captured numbers below this
@@ -34,7 +36,9 @@ class Launch:
         tensors: query, key, value in [B, H, L, D] order (views of the caller's tensors).
         table: the block table's lists, by name, if the call brings one.
         buffers, scalars: captured values by name.
+        sides: what the call brings besides query, key and value, by name: kv_lengths, page_table, k_scale, v_scale.
         scale: the softmax scale.
+        splits: how many programs share the keys of a row.
         dropout: which softmax weights are dropped; None for none.
         cu_seqlens: where packed sequences begin, int32 or int64 [sequences + 1] each, by name; empty where none are.
     """
@@ -51,6 +55,8 @@ class Launch:
     table: Mapping[str, torch.Tensor] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scalars: Mapping[str, int | float] = field(default_factory=dict)
+    sides: Mapping[str, torch.Tensor | float] = field(default_factory=dict)
+    splits: int = 1
     dropout: Dropout | None = None
     cu_seqlens: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -63,9 +69,23 @@ class Launch:
     def device(self) -> torch.device:
         return self.tensors["query"].device
 
+    @property
+    def page_size(self) -> int:
+        """Keys of a page; 0 where they do not lie in pages."""
+        return self.tensors["key"].shape[2] if "page_table" in self.sides else 0
 
-def check_tensors(query: Any, key: Any, value: Any, layout: Layout) -> None:
+    def side_tensor(self, name: str) -> torch.Tensor:
+        """Return one of the sides that is a tensor."""
+        side = self.sides[name]
+        assert isinstance(side, torch.Tensor)
+        return side
+
+
+def check_tensors(query: Any, key: Any, value: Any, layout: Layout, *, paged: bool = False) -> None:
     """Refuse tensors that do not form an attention problem.
+
+    Args:
+        paged: key and value are pages of keys, whose first dimension is no batch.
 
     Raises:
         ProblemTypeError: not tensors, or dtypes that do not go together.
@@ -91,12 +111,20 @@ def check_tensors(query: Any, key: Any, value: Any, layout: Layout) -> None:
             )
     _check_dtypes(named)
     _check_devices(named)
-    _check_shapes(query, key, value, layout)
+    _check_shapes(query, key, value, layout, paged=paged)
 
 
 def _check_dtypes(named: Mapping[str, torch.Tensor]) -> None:
     dtypes = {name: tensor.dtype for name, tensor in named.items()}
     listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    if dtypes["key"] in STORED and dtypes["value"] in STORED and dtypes["query"] not in STORED:
+        if dtypes["query"] not in HALF:
+            raise ProblemTypeError(
+                f"keys and values of 8 bits go with a float16 or bfloat16 query: {listed}",
+                why="they are converted to the query's dtype, in which half precision is exact",
+                fix="convert the query with .to(torch.bfloat16)",
+            )
+        return
     if len(set(dtypes.values())) > 1:
         raise ProblemTypeError(
             f"query, key and value have different dtypes: {listed}",
@@ -120,7 +148,7 @@ def _check_devices(named: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout) -> None:
+def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, *, paged: bool) -> None:
     heads, length = (1, 2) if layout == "bhsd" else (2, 1)
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}, layout {layout!r}"
 
@@ -129,10 +157,11 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, l
 
     if key.shape[3] != query.shape[3]:
         raise refuse("query and key have different head dims", "project them to one head dim")
-    for dim, name in ((0, "batch sizes"), (heads, "head counts"), (length, "lengths")):
+    outer, inner = ("numbers of pages", "page sizes") if paged else ("batch sizes", "lengths")
+    for dim, name in ((0, outer), (heads, "head counts"), (length, inner)):
         if key.shape[dim] != value.shape[dim]:
             raise refuse(f"key and value have different {name}", "make key and value describe the same keys")
-    if key.shape[0] not in (1, query.shape[0]):
+    if not paged and key.shape[0] not in (1, query.shape[0]):
         raise refuse(
             f"key has batch size {key.shape[0]}, query {query.shape[0]}", "give key the query's batch size, or 1"
         )
@@ -200,9 +229,19 @@ def describe_problem(
         output_logsumexp=output_logsumexp,
         output_max=output_max,
         has_offsets=has_offsets,
+        lengths_dtype=launch.side_tensor("kv_lengths").dtype if "kv_lengths" in launch.sides else None,
+        page_size=launch.page_size,
+        k_scale="k_scale" in launch.sides,
+        v_scale=_side_kind(launch.sides.get("v_scale")),
         dropout=launch.dropout is not None,
         cu_seqlens=launch.cu_seqlens["cu_seqlens_q"].dtype if launch.cu_seqlens else None,
     )
+
+
+def _side_kind(side: torch.Tensor | float | None) -> Literal["", "head", "number"]:
+    if side is None:
+        return ""
+    return "head" if isinstance(side, torch.Tensor) else "number"
 
 
 def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
@@ -230,9 +269,16 @@ def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
 
 def _numbers(launch: Launch) -> dict[str, int | float]:
     """Everything that conditions over a launch may name."""
-    sizes = {size_name(name, dim): size for name, t in launch.buffers.items() for dim, size in enumerate(t.shape)}
-    lengths = {"Q_LEN": launch.q_offset + launch.q_len, "KV_LEN": launch.kv_offset + launch.kv_len}
-    return {**sizes, **launch.scalars, **lengths}
+    ends = (launch.q_offset + launch.q_len, launch.kv_offset + launch.kv_len)
+    return condition_names(launch.buffers, launch.scalars, *ends)
+
+
+def condition_names(
+    buffers: Mapping[str, torch.Tensor], scalars: Mapping[str, int | float], q_end: int, kv_end: int
+) -> dict[str, int | float]:
+    """Return the values of what conditions may name: sizes of captured tensors, captured numbers, lengths."""
+    sizes = {size_name(name, dim): size for name, tensor in buffers.items() for dim, size in enumerate(tensor.shape)}
+    return {**sizes, **scalars, "Q_LEN": q_end, "KV_LEN": kv_end}
 
 
 def scalars_are_trusted(scalars: Mapping[str, int | float]) -> bool:

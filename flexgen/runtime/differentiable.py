@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -70,20 +71,20 @@ class _Attend(torch.autograd.Function):
         output, logsumexp, tail, seed, *offsets = made
         if len(grads) > 2 and grads[2] is not None:
             raise max_scores_gradient()
-        names = _names(len(inputs))
-        needed = ctx.needs_input_grad[1:]
-        wanted = frozenset(name for name, needs in zip(names, needed, strict=True) if needs)
+        names, wanted = _wanted(ctx.needs_input_grad)
         grad_output = grads[0] if grads[0] is not None else torch.zeros_like(output)
         query, key, value, *buffers = inputs
         packing = Packing(*offsets) if offsets else None
         dropout = None if seed is None else Dropout(ctx.dropout_p, seed)
         saved = Saved(query, key, value, output, logsumexp, tail, tuple(buffers), packing, dropout)
-        with torch.no_grad():
+        if not torch.is_grad_enabled():
             found = ctx.compute(saved, grad_output, grads[1], wanted)
-        if torch.is_grad_enabled():  # create_graph=True: what the gradients depend on must not be forgotten
+        else:  # create_graph=True: what the gradients depend on must not be forgotten
+            with torch.no_grad():
+                found = ctx.compute(saved, grad_output, grads[1], wanted)
             marked = _Once.apply(len(found), *found.values(), *inputs, grad_output, grads[1])  # type: ignore[no-untyped-call]
             found = dict(zip(found, marked, strict=True))
-        return (None, *(found.get(name) for name in names))
+        return (None, *map(found.get, names))
 
 
 class _Once(torch.autograd.Function):
@@ -116,8 +117,11 @@ def max_scores_gradient() -> UnsupportedProblemError:
     )
 
 
-def _names(count: int) -> list[str]:
-    return ["query", "key", "value", *(f"buffer {index}" for index in range(count - 3))]
+@lru_cache(maxsize=256)
+def _wanted(needed: tuple[bool, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the names of a step's inputs, which stand behind the step itself, and of those that need a gradient."""
+    names = ("query", "key", "value", *(f"buffer {index}" for index in range(len(needed) - 4)))
+    return names, frozenset(name for name, needs in zip(names, needed[1:], strict=True) if needs)
 
 
 def grad_is_needed(
@@ -129,6 +133,24 @@ def grad_is_needed(
     if query.requires_grad or key.requires_grad or value.requires_grad:
         return True
     return bool(buffers) and any([buffer.requires_grad for buffer in buffers])  # noqa: C419 (faster)
+
+
+def refuse_gradients(sides: Collection[str], key: torch.Tensor) -> None:
+    """Refuse to record a call with what no backward kernel takes.
+
+    Args:
+        sides: names of what the call brings besides query, key and value.
+
+    Raises:
+        UnsupportedProblemError: says what.
+    """
+    if sides or key.dtype.itemsize == 1:
+        what = next(iter(sides)) if sides else f"keys in {str(key.dtype).removeprefix('torch.')}"
+        raise UnsupportedProblemError(
+            f"gradients are wanted of a call with {what}",
+            why="it serves decoding and prefilling; no backward kernel reads it",
+            fix="call under torch.no_grad(), or with tensors that do not require grad",
+        )
 
 
 def attend(step: Step, inputs: Sequence[torch.Tensor]) -> Outputs:

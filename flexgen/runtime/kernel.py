@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
@@ -100,7 +101,16 @@ def executor(source: KernelSource, target: Target, compile_options: Mapping[str,
         num_stages=options.pop("num_stages"),
         extra_options=options,
         line_map=source.line_map,
-    ).launch
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kernel that a launch runs: its parameters, its grid, and what runs it."""
+
+    args: tuple[Arg, ...]
+    grid: tuple[int, int, int]
+    execute: Execute
 
 
 class Kernel:
@@ -123,6 +133,25 @@ class Kernel:
 
     def grid(self, launch: Launch) -> tuple[int, int, int]:
         return (program_count(self._plan, launch), 1, 1)
+
+    def settled(self, launch: Launch) -> Launch:
+        """Return a launch with what the kernel itself decides about it."""
+        return launch
+
+    def step(self, launch: Launch) -> Step:
+        """Return what a launch of this kernel alone runs."""
+        return Step(self.args, self.grid(launch), self.execute)
+
+    def steps(self, launch: Launch) -> tuple[Step, ...]:
+        """Return the kernels that a settled launch runs, in order."""
+        return (self.step(launch),)
+
+    def warm(self, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Compile what launches of other sizes will need; `outputs` may have no memory."""
+
+    def scratch_elements(self, launch: Launch) -> int | None:
+        """Return how many elements of the accumulator's dtype a settled launch's steps pass on; None for no scratch."""
+        return None
 
     def run(self, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> None:
         """Launch once, writing `outputs` in place."""
@@ -183,4 +212,6 @@ def divisible_positions(args: Sequence[Arg], values: Sequence[object]) -> frozen
 def _divisible(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return address(value) % ALIGNMENT == 0
+    if value is None:  # memory that is allocated at the launch
+        return True
     return isinstance(value, int) and value % ALIGNMENT == 0

@@ -25,6 +25,16 @@ def _slow_raw_stream(device: int) -> int:
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
 
 
+def _slow_device() -> int:
+    return int(torch.cuda.current_device())
+
+
+# The same without checking each time that CUDA is initialised: whoever launches holds tensors there.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _slow_device)
+
+Submitter = Callable[[Sequence[object]], None]
+
+
 class Launcher:
     """One kernel with its options, compiled at the first launch on each device and for each class of alignment.
 
@@ -73,15 +83,51 @@ class Launcher:
         if x * y * z == 0:
             return
         device: int = args[self._device_position].get_device()  # type: ignore[attr-defined]
-        values: list[int] = [
-            arg if not pointer else 0 if arg is None else arg.data_ptr()  # type: ignore[attr-defined, misc]
-            for arg, pointer in zip(args, self._pointers, strict=True)
-        ]
-        alignment = tuple([values[position] & 15 == 0 for position in self._specialized])
+        values = self.plain(args)
+        alignment = self._alignment(values)
         submit = self._kernels.get((device, alignment))
         if submit is None or device != torch.cuda.current_device():
             return self._launch_carefully(device, alignment, grid, values)
         submit(x, y, z, current_raw_stream(device) if stream is None else stream, values)
+
+    __call__ = launch
+
+    def bound(self, grid: tuple[int, int, int], args: Sequence[object]) -> Submitter:
+        """Return what launches over a grid like `launch`, taking plain values: addresses for pointers.
+
+        Args:
+            args: as for `launch`, an example: of later values, those that may be specialised must be multiples of 16
+                where these are, and the tensors lie on the same device.
+        """
+        x, y, z = grid
+        device: int = args[self._device_position].get_device()  # type: ignore[attr-defined]
+        alignment = self._alignment(self.plain(args))
+        with torch.cuda.device(device):
+            submit = self._prepare(device, alignment)
+
+        def launch(values: Sequence[object]) -> None:
+            if current_device() == device:
+                submit(x, y, z, current_raw_stream(device), values)
+            else:
+                with torch.cuda.device(device):
+                    submit(x, y, z, current_raw_stream(device), values)
+
+        return launch if x * y * z else lambda values: None
+
+    def warm(self, device: int, args: Sequence[object]) -> None:
+        """Compile and load for launches on a device with such arguments, tensors for pointers; of memory or none."""
+        with torch.cuda.device(device):
+            self._prepare(device, self._alignment(self.plain(args)))
+
+    def plain(self, args: Sequence[object]) -> list[int]:
+        """Return arguments as Triton's launcher takes them: addresses for tensors, 0 for None."""
+        return [
+            arg if not pointer else 0 if arg is None else arg.data_ptr()  # type: ignore[attr-defined, misc]
+            for arg, pointer in zip(args, self._pointers, strict=True)
+        ]
+
+    def _alignment(self, values: list[int]) -> tuple[bool, ...]:
+        return tuple([values[position] & 15 == 0 for position in self._specialized])
 
     def _launch_carefully(
         self, device: int, alignment: tuple[bool, ...], grid: tuple[int, int, int], values: list[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,24 @@ def _check_entries(name: str, entries: list[int], total: int) -> None:
             f"{name}[{len(entries) - 1}] is {entries[-1]}, and there are {total} tokens",
             why="the last sequence would reach past the end of the tensor, which kernels do not check",
             fix="end at the number of tokens, or before it: the rest belongs to no sequence",
+        )
+
+
+def refuse_lengths(sides: Collection[str]) -> None:
+    """Refuse what gives each entry of a batch its own keys.
+
+    Args:
+        sides: names of what the call brings besides query, key and value.
+
+    Raises:
+        UnsupportedProblemError: kv_lengths or page_table is among them.
+    """
+    wrong = [name for name in ("kv_lengths", "page_table") if name in sides]
+    if wrong:
+        raise UnsupportedProblemError(
+            f"{wrong[0]} was given for packed sequences (cu_seqlens, or nested tensors)",
+            why="it has a row for each entry of the batch, and packed sequences are all one entry",
+            fix="leave it out: cu_seqlens_k says how many keys each sequence has; or pad the queries to a batch",
         )
 
 

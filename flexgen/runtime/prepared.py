@@ -1,4 +1,4 @@
-"""A launch whose shapes, strides and kernel are settled: only addresses and captured numbers change per call."""
+"""A launch whose shapes, strides and kernels are settled: only addresses and captured numbers change per call."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from flexgen.codegen.source import Role
-from flexgen.runtime.bind import bind
+from flexgen.options import Layout
 from flexgen.runtime.describe import Launch
-from flexgen.runtime.dropout import SEED, Dropout
-from flexgen.runtime.gluon_descriptor import descriptor_form
 from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.outputs import OutputForm
-from flexgen.runtime.packing import Packing
+from flexgen.runtime.prepared_step import PreparedStep
 from flexgen.runtime.table_cache import TableRequest
+from flexgen.runtime.warm_launch import Memory, WarmForm, WarmLaunch
+
+Named = Mapping[str, Any]  # tensors and numbers by name
 
 
 def tensor_form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
@@ -24,11 +24,12 @@ def tensor_form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 
 class Prepared:
-    """One kernel with the arguments of one form of call.
+    """The kernels of one form of call.
 
     Args:
         kernel, launch: what to run, and a launch of this form; captured values in the order a reading lists them.
         outputs: how to allocate the outputs.
+        layout: of the caller's tensors.
         keep: objects whose identity is part of the form, kept alive.
         request: the derived table that calls need; then the lists come with each call.
     """
@@ -38,69 +39,62 @@ class Prepared:
         kernel: Kernel,
         launch: Launch,
         outputs: OutputForm,
+        layout: Layout,
         keep: tuple[object, ...],
         request: TableRequest | None = None,
     ) -> None:
         self.request = request
         self.basis: Any = None  # makes what the backward needs to know; set by whoever prepares
-        args = kernel.args
-        self._outputs = outputs
-        self._execute = kernel.execute
-        self._grid = kernel.grid(launch)
+        self._warm: WarmLaunch | None = None
+        self._outputs, self._layout = outputs, layout
+        has_more = bool(outputs.logsumexp or outputs.max_scores or launch.dropout is not None or launch.cu_seqlens)
+        self._may_be_warm = request is None and not has_more
         self._keep = keep
-        self._values: list[Any] = list(bind(args, launch, outputs.allocate(launch.tensors["query"].to("meta"))))
-        buffers, scalars = list(launch.buffers), list(launch.scalars)
-        self._tensors = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TENSOR]
-        self._buffers = [(at, buffers.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.BUFFER]
-        self._scalars = [(at, scalars.index(arg.of)) for at, arg in enumerate(args) if arg.role is Role.SCALAR]
-        self._dropout = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.DROPOUT]
-        tables = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.TABLE]
-        self._tables = tables if request is not None else []
-        self._offsets = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.CU_SEQLENS]
-        described = [(at, arg.of) for at, arg in enumerate(args) if arg.role is Role.DESCRIPTOR]
-        self._described = [(at, name, descriptor_form(launch.tensors[name])) for at, name in described]
-        for at, _ in (*self._tensors, *self._buffers, *self._tables, *self._offsets, *described):
-            self._values[at] = None
+        launch = kernel.settled(launch)
+        self._scratch = kernel.scratch_elements(launch)
+        allocated = outputs.allocate(launch.tensors["query"].to("meta"))
+        kernel.warm(launch, allocated)
+        self._steps = [
+            PreparedStep(step, launch, allocated, lists_change=request is not None) for step in kernel.steps(launch)
+        ]
 
     def run(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        tensors: dict[str, Any],
         buffers: Sequence[torch.Tensor],
         scalars: Sequence[int | float],
-        lists: Mapping[str, torch.Tensor],
-        packing: Packing | None = None,
-        dropout: Dropout | None = None,
+        lists: Named,
     ) -> dict[str, torch.Tensor]:
-        """Launch and return the outputs.
+        """Launch with query, key, value and whatever else the call brings by name; return the outputs.
 
         Args:
-            query, key, value, buffers, scalars: the call's tensors and captured values.
+            tensors: the run adds its own to them.
+            buffers, scalars: captured values.
             lists: of a derived table.
-            packing: where packed sequences begin.
-            dropout: what is dropped.
         """
+        query = tensors["query"]
         outputs = self._outputs.allocate(query)
-        tensors = {"query": query, "key": key, "value": value, **outputs}
-        values = self._values.copy()
-        if dropout is not None:
-            tensors[SEED], numbers = dropout.seed, dropout.numbers()
-            for at, name in self._dropout:
-                values[at] = numbers[name]
-        for at, name in self._tensors:
-            values[at] = tensors[name]
-        for at, name, form in self._described:
-            values[at] = form.at(tensors[name])
-        for at, index in self._buffers:
-            values[at] = buffers[index]
-        for at, name in self._tables:
-            values[at] = lists[name]
-        if packing is not None:
-            offsets = packing.named
-            for at, name in self._offsets:
-                values[at] = offsets[name]
-        for at, index in self._scalars:
-            values[at] = scalars[index]
-        self._execute(self._grid, values)
+        tensors.update(outputs)
+        if self._scratch is not None:
+            tensors["partials"] = query.new_empty(self._scratch, dtype=self._outputs.aux_dtype)
+        for step in self._steps:
+            step.run(tensors, buffers, scalars, lists)
         return outputs
+
+    def warmed(self, form: WarmForm) -> WarmLaunch | None:
+        """Return the same launch without looking at anything again; None where that is not possible, or not yet.
+
+        Args:
+            form: of calls with this launch.
+        """
+        if self._warm is None and self._may_be_warm and all(step.is_bound for step in self._steps):
+            query = form.tensors[0]
+            output = self._outputs.allocate(query.to("meta"))["output"]
+            output = output if self._layout == "bhsd" else output.transpose(1, 2)
+            memory = Memory(output.shape, output.stride(), self._scratch_in(query.dtype))
+            self._warm = WarmLaunch(self._steps, memory, form, self._keep)
+        return self._warm
+
+    def _scratch_in(self, dtype: torch.dtype) -> int | None:
+        """Return the elements of a dtype, no larger than the scratch's own, that the scratch takes."""
+        return None if self._scratch is None else self._scratch * (self._outputs.aux_dtype.itemsize // dtype.itemsize)

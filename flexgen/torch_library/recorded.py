@@ -35,12 +35,18 @@ class RecordedForm:
     order: tuple[int, ...]
 
 
+# Before torch 2.13, torch.compile cannot look into every closure's cells, nor in 2.11 take a bound method apart.
+_SHOWS_CELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
 def shows_no_values(mod: Any) -> bool:
     """Whether torch.compile does not let a mod's values be looked at: a partial, or a function of the traced code."""
-    if isinstance(mod, functools.partial):
+    if isinstance(mod, functools.partial) or (isinstance(mod, types.MethodType) and not _SHOWS_CELLS):
         return True
     if not isinstance(mod, types.FunctionType):
         return False
+    if not _SHOWS_CELLS:
+        return bool(mod.__code__.co_freevars)
     try:
         _ = mod.__closure__
     except AttributeError:

@@ -184,7 +184,7 @@ def _sharded_axes(query: Any, dims: dict[str, int]) -> tuple[str | None, ...]:
     for placement in query.placements:
         if placement.is_replicate():
             axes.append(None)
-        elif type(placement) is Shard and placement.dim in names:
+        elif placement.is_shard() and not hasattr(placement, "split_factor") and placement.dim in names:  # not strided
             axes.append(names[placement.dim])
         else:
             refuse(

@@ -14,7 +14,8 @@ import torch
 from flexgen.errors import FlexgenError
 from flexgen.lowered import Lowered
 from flexgen.lowering.gluon_hopper.plan import WARPGROUP_ROWS, GluonPlan
-from flexgen.lowering.triton.backward_plan import DeltaPlan
+from flexgen.lowering.plans import RowPlan
+from flexgen.lowering.triton_decode.plan import DecodePlan
 from flexgen.runtime.apart import MOST_APART, apart
 from flexgen.runtime.compile_job import CompileJob
 from flexgen.runtime.timed_call import Tensors, timed_call
@@ -66,16 +67,18 @@ class KernelBench:
         return self._lowered[key]
 
     def lower(self, settings: Settings) -> str:
-        """Lower, and return a digest of the emitted kernels and of how they are compiled."""
+        """Lower, and return a digest of the emitted kernels and of how they are compiled and launched."""
         try:
             lowered = self.lowered(settings)
         except FlexgenError as error:
             raise Pruned(error.what) from error
+        plan = lowered.plan
         if settings and (why := why_pruned(lowered, self._direction)):
             raise Pruned(why)
         jobs = self._jobs(settings)
         # The header's reasons differ from setting to setting: what is executed is what counts.
         texts = [f"{_code(job.source.text)}\0{job.options}" for job in jobs]
+        texts += [f"splits {plan.SPLIT_KV}"] if isinstance(plan, DecodePlan) else []
         return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
     def _jobs(self, settings: Settings) -> list[CompileJob]:
@@ -100,7 +103,7 @@ class KernelBench:
 
     def _with_pairs(self, cost: CompiledCost, settings: Settings, entry: str) -> CompiledCost:
         plan = self.lowered(settings).plan_of(entry)
-        if isinstance(plan, DeltaPlan):
+        if isinstance(plan, RowPlan):
             return cost
         rows = WARPGROUP_ROWS if isinstance(plan, GluonPlan) else plan.BLOCK_M  # of the warps that run the loop
         return replace(cost, issued=1000 * cost.loop * plan.num_warps / (rows * plan.BLOCK_N))

@@ -12,12 +12,16 @@ from flexgen.lowering.plans import AnyBackwardPlan, AnyForwardPlan
 from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.triton.backward_plan import BackwardKernel
 from flexgen.lowering.triton.plan import ForwardPlan
+from flexgen.lowering.triton_decode.plan import DecodePlan
 from flexgen.tuning.settings import Settings
 
 TunedDirection = Literal["forward", "backward"]
 
 _ROWS, _KEYS, _WARPS = (16, 32, 64, 128), (32, 64, 128), (4, 8)
 _STAGES = {"cuda": (2, 3, 4), "hip": (1, 2)}
+_DECODE_KEYS, _DECODE_WARPS = (32, 64, 128, 256), (2, 4, 8)
+_DECODE_STAGES = {"cuda": (2, 3, 4, 5), "hip": (1, 2)}
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _BACKWARD_STAGES = {"cuda": (1, 2, 3), "hip": (1, 2)}
 _BACKWARD_BLOCKS = (32, 64, 128)
 
@@ -40,6 +44,9 @@ def groups(lowered: Lowered, direction: TunedDirection, query_rows: int) -> tupl
     if direction == "backward":
         return _backward(lowered)
     plan = lowered.plan
+    if isinstance(plan, DecodePlan):
+        tiles = Group("tile, warps and stages", tuple(_decode_tiles(plan)))
+        return (tiles, Group("splits", tuple({"fwd_SPLIT_KV": number} for number in _SPLITS)))
     tiles = Group("tile, warps and stages", tuple(_forward_tiles(plan, query_rows)))
     return (tiles, Group("other options", tuple(_forward_flags(plan))))
 
@@ -54,6 +61,13 @@ def _forward_tiles(plan: AnyForwardPlan, query_rows: int) -> Iterator[Settings]:
     if plan.target.matrix_unit == "wgmma":
         for block_m, block_n in itertools.product((64, 128), (64, 128)):
             yield {"fwd_BACKEND": "GLUON", "fwd_BLOCK_M": block_m, "fwd_BLOCK_N": block_n}
+
+
+def _decode_tiles(plan: DecodePlan) -> Iterator[Settings]:
+    """Yield tiles of all rows that share keys: fewer rows would read the keys again."""
+    stages = _DECODE_STAGES.get(plan.target.backend, (1,))
+    names = ("fwd_BLOCK_N", "fwd_num_warps", "fwd_num_stages")
+    yield from _product(names, (_DECODE_KEYS, _DECODE_WARPS, stages))
 
 
 def _forward_flags(plan: AnyForwardPlan) -> Iterator[Settings]:
@@ -99,4 +113,5 @@ def _has_tile(plan: object) -> bool:
 
 def entries_of(lowered: Lowered, direction: TunedDirection) -> tuple[str, ...]:
     """Return the names of the kernels that a direction runs."""
-    return tuple(entry for entry in lowered.entries if (entry == "forward") == (direction == "forward"))
+    backward = lowered.backward.passes if lowered.backward else ()
+    return tuple(entry for entry in lowered.entries if (entry in backward) == (direction == "backward"))

@@ -128,8 +128,9 @@ def _query_rows(lowered: Lowered, subject: TuningSubject) -> int:
 
 
 def _key(usual: Lowered, direction: TunedDirection, subject: TuningSubject) -> str:
-    kernels = [usual.sources[entry].key for entry in entries_of(usual, direction)]
-    shapes = [tuple(tensor.shape) for tensor in subject.tensors]
+    kernels = dict.fromkeys(usual.compile_job(entry).source.key for entry in entries_of(usual, direction))
+    given = [value for value in subject.given.values() if isinstance(value, torch.Tensor)]
+    shapes = [tuple(tensor.shape) for tensor in (*subject.tensors, *given)]
     return tuned_key(
         kernels, subject.device, f"triton {import_module('triton').__version__}", [*shapes, subject.layout, direction]
     )

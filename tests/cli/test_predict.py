@@ -12,7 +12,7 @@ from flexgen.commands.predict import predict
 from flexgen.commands.subject import Subject
 from flexgen.explain_work import duration, explain_work, quantity
 from flexgen.lowering.targets import TARGETS
-from flexgen.work import Work, useful_flops
+from flexgen.work import Visited, Work, predict_work, useful_flops
 
 document = torch.arange(300) // 70
 
@@ -181,3 +181,34 @@ def test_targets_agree_with_their_chips():
 def test_numbers_are_short():
     assert quantity(4_194_304, "B") == "4.19 MB" and quantity(12, "B") == "12 B" and quantity(2.5e12, "/s") == "2.5 T/s"
     assert duration(1.234e-5) == "12.3 us" and duration(2e-9) == "2 ns" and duration(3) == "3 s"
+
+
+def test_a_decode_in_numbers():
+    shape = Shape(2, 8, 2, 1, 4096, 64, 32)
+    work = works(shape, SPLIT_KV=3, BLOCK_N=64, num_warps=4)["forward"]
+    programs, tiles = 2 * 2, 2 * 2 * 64
+    assert (work.visited.programs, work.visited.splits, work.visited.tiles) == (programs, 3, tiles)
+    assert work.visited_pairs == tiles * 16 * 64
+    rows, keys = 2 * 8, 2 * 2 * 4096
+    partial = rows * 3 * (32 + 4) * 4  # the combining kernel reads these, and writes the output
+    assert work.memory_bytes == {"query": rows * 128, "key": keys * 128, "value": keys * 64, "partial rows": partial}
+    assert work.multiprocessors_used == programs * 3 / TARGETS["sm_80"].chip.multiprocessors
+    assert "4 x 3 splits for 108 multiprocessors" in explain_work(work, shape)
+
+
+def test_a_decode_of_one_split_writes_its_output():
+    shape = Shape(64, 8, 8, 1, 4096, 64, 64)
+    work = works(shape, SPLIT_KV=1)["forward"]
+    assert work.visited.splits == 1
+    assert "partial rows" not in work.memory_bytes and "output" in work.memory_bytes
+
+
+def test_keys_and_values_count_as_they_are_stored():
+    shape = Shape(1, 4, 2, 16, 256, 64, 32)
+    query = torch.empty(1, 4, 16, 64, dtype=torch.bfloat16, device="meta")
+    key, value = (torch.empty(1, 2, 256, size, dtype=torch.float8_e5m2, device="meta") for size in (64, 32))
+    plan = flexgen.compile(options={"BACKEND": "TRITON"}).lower(query, key, value, target="sm_90").plan
+    work = predict_work("forward", plan, shape, Visited(1000, 2, 4, 512, 512), 0)
+    assert (work.memory_bytes["key"], work.memory_bytes["value"]) == (512 * 64, 512 * 32)
+    assert work.memory_bytes["output"] == 4 * 16 * 32 * 2
+    assert work.cache_bytes == 512 * (64 + 32)

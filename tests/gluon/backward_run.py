@@ -14,6 +14,7 @@ from flexgen.attention import NO_EXTRAS, _basis
 from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
 from flexgen.lowering.targets import TARGETS
 from flexgen.pipeline import Wanted, compile_backward
+from flexgen.prepared_backward import gradient_form
 from flexgen.runtime.bind import bind
 from flexgen.runtime.differentiable import Saved
 from flexgen.runtime.kernel import program_count
@@ -48,8 +49,8 @@ def run(check: Check, seed: int = 0) -> Ran:
     held = [call.launch.tensors[name] for name in ("query", "key", "value")]
     saved = Saved(*held, output, logsumexp, torch.zeros_like(logsumexp), buffers)
     wanted = Wanted(frozenset(check.wanted), frozenset(), from_logsumexp=True)
-    launch = training._launch(basis, saved, grad_output, dict(call.launch.buffers))
-    outputs = training._allocate(launch, wanted)
+    launch = training._launch(basis, saved, grad_output, dict(call.launch.buffers), call.launch.scalars)
+    outputs = gradient_form(launch, wanted).allocate(torch.device("cpu"))
     for tensor in outputs.values():
         tensor.fill_(float("nan"))
     problem, guard = training._described(basis, launch, outputs)
@@ -70,7 +71,7 @@ def run(check: Check, seed: int = 0) -> Ran:
         if form is not None:
             tables = attention._training._tables
             request = tables.request(basis.understood, launch, form, guard, TARGETS["interpret"], walked)
-            lists = tables.lists(request, None, Values(buffers, buffers, tuple(basis.scalars.values())))
+            lists = tables.lists(request, None, Values(buffers, buffers, reading.scalars))
         one = dataclasses.replace(launch, table=lists)
         values = bind(source.args, one, outputs)
         emulate(source.text, source.entry, source.args, values, program_count(plan, one), seed)

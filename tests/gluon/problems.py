@@ -45,6 +45,6 @@ def backend_of(low: Lowered) -> str:
 
 
 def passed_over(low: Lowered) -> str:
-    """Return why plain Triton serves a call instead."""
+    """Return why another backend serves a call instead."""
     decision = next(decision for decision in low.plan.decisions if decision.name == "BACKEND")
-    return "; ".join(rejected.because for rejected in decision.rejected)
+    return "; ".join(rejected.because for rejected in decision.rejected if rejected.value == "GLUON")

@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "head dim 20": ({"head_dim": 20}, "outside of 32 to 256"),
     "head dim 36": ({"head_dim": 36}, "not a multiple of 16 bytes"),
     "head dim 512": ({"head_dim": 512}, "outside of 32 to 256"),
-    "one query": ({"lengths": (1, 1024)}, "do not fill a warpgroup"),
+    "few queries": ({"lengths": (20, 1024)}, "do not fill a warpgroup"),
     "few keys": ({"lengths": (1024, 20)}, "less than a tile"),
     "subtiling": ({"options": {"USE_SUBTILING": True}}, "USE_SUBTILING selects plain Triton"),
     "warps": ({"options": {"num_warps": 8}}, "a warpgroup has 4 warps"),

@@ -28,17 +28,20 @@ class Sizes:
     D: int = 64
     Dv: int | None = None
     dtype: torch.dtype = torch.bfloat16
+    stored: torch.dtype | None = None  # of key and value, where it is another
+    page_size: int = 0
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        def empty(heads: int, length: int, head_dim: int) -> torch.Tensor:
-            return torch.empty(self.B, heads, length, head_dim, dtype=self.dtype, device="meta")
+        def stored(head_dim: int) -> torch.Tensor:
+            rows = (self.B * self.max_pages, self.page_size) if self.page_size else (self.B, self.Lk)
+            return torch.empty(rows[0], self.Hkv, rows[1], head_dim, dtype=self.stored or self.dtype, device="meta")
 
-        value_dim = self.D if self.Dv is None else self.Dv
-        return (
-            empty(self.Hq, self.Lq, self.D),
-            empty(self.Hkv, self.Lk, self.D),
-            empty(self.Hkv, self.Lk, value_dim),
-        )
+        query = torch.empty(self.B, self.Hq, self.Lq, self.D, dtype=self.dtype, device="meta")
+        return query, stored(self.D), stored(self.D if self.Dv is None else self.Dv)
+
+    @property
+    def max_pages(self) -> int:
+        return self.Lk // self.page_size
 
 
 SIZES = Sizes()
@@ -52,6 +55,7 @@ class KernelCase:
         build: returns (score_mod, mask_mod); or a generator that yields them and then changes what they capture.
         make_table: makes the block mask of mask_mod, where the call brings one.
         sequences: how many are packed along the length; None where each is an entry of the batch.
+        brings: makes the other arguments of the call, for its sizes.
     """
 
     build: Callable[[], Any]
@@ -61,6 +65,7 @@ class KernelCase:
     make_table: Callable[[Mod], Any] | None
     dropout_p: float = 0.0
     sequences: int | None = None
+    brings: Callable[[Sizes], Mapping[str, Any]] = lambda sizes: {}
 
     @property
     def name(self) -> str:
@@ -76,6 +81,7 @@ class KernelCase:
     def _lower(self, attention: flexgen.Attention, target: str) -> Lowered:
         table = self.make_table(attention.mask_mod) if self.make_table and attention.mask_mod else None
         given = {"return_aux": self.aux, "target": target, "block_table": table, "dropout_p": self.dropout_p}
+        given |= self.brings(self.sizes)
         return attention.lower(*self.sizes.tensors(), **given, **offsets(self.sequences))
 
 
@@ -95,9 +101,24 @@ def kernel(
     make_table: Callable[[Mod], Any] | None = None,
     dropout_p: float = 0.0,
     sequences: int | None = None,
+    brings: Callable[[Sizes], Mapping[str, Any]] = lambda sizes: {},
 ) -> Callable[[Callable[[], Any]], KernelCase]:
     """Turn a builder of (score_mod, mask_mod) into the case named after it."""
-    return lambda build: KernelCase(build, sizes, options, aux, make_table, dropout_p, sequences)
+    return lambda build: KernelCase(build, sizes, options, aux, make_table, dropout_p, sequences, brings)
+
+
+def key_counts(sizes: Sizes) -> Mapping[str, Any]:
+    return {"kv_lengths": torch.empty(sizes.B, dtype=torch.int32, device="meta")}
+
+
+def pages(sizes: Sizes) -> Mapping[str, Any]:
+    table = torch.empty(sizes.B, sizes.max_pages, dtype=torch.int32, device="meta")
+    return {**key_counts(sizes), "page_table": table}
+
+
+def scales(sizes: Sizes) -> Mapping[str, Any]:
+    one = torch.empty(sizes.Hkv, dtype=torch.float32, device="meta")
+    return {"k_scale": one, "v_scale": one}
 
 
 def blocks(q_block_size: int, kv_block_size: int, sizes: Sizes = SIZES) -> Callable[[Mod], Any]:
@@ -286,6 +307,71 @@ def bulk_copies():
 
 @kernel(options={"USE_SUBTILING": True})
 def subtiling():
+    return None, causal_mask
+
+
+# Decoding.
+
+DECODE = {"BACKEND": "TRITON_DECODE"}
+
+
+@kernel(Sizes(B=8, Hq=32, Hkv=8, Lq=1, Lk=32768, D=128), options=DECODE)
+def decode():
+    return None, None
+
+
+@kernel(Sizes(B=8, Hq=32, Hkv=8, Lq=1, Lk=32768, D=128), options=DECODE, brings=key_counts)
+def decode_of_a_softcapped_window():
+    cap, window = 30.0, 4096
+    position = torch.zeros(8, dtype=torch.int32)
+
+    def softcap_mod(score, b, h, q_idx, kv_idx):
+        return cap * torch.tanh(score / cap)
+
+    def window_mask(b, h, q_idx, kv_idx):
+        distance = position[b] + q_idx - kv_idx
+        return (distance >= 0) & (distance < window)
+
+    return softcap_mod, window_mask
+
+
+@kernel(Sizes(Hq=6, Hkv=2, Lq=4, Lk=4096), options=DECODE, aux=flexgen.AuxRequest(lse=True, max_scores=True))
+def decode_of_sinks_and_window():
+    sinks, window, position = 4, 256, torch.zeros(2, dtype=torch.int32)
+
+    def sink_mask(b, h, q_idx, kv_idx):
+        distance = position[b] + q_idx - kv_idx
+        return (distance >= 0) & ((distance < window) | (kv_idx < sinks))
+
+    return None, sink_mask
+
+
+@kernel(Sizes(B=8, Hq=32, Hkv=8, Lq=1, Lk=32768, D=128, page_size=64), options=DECODE, brings=pages)
+def decode_of_pages():
+    return None, None
+
+
+@kernel(
+    Sizes(B=8, Hq=16, Hkv=8, Lq=1, Lk=8192, D=128, stored=torch.float8_e4m3fn, page_size=16),
+    options=DECODE,
+    brings=lambda sizes: {**pages(sizes), **scales(sizes)},
+)
+def decode_of_small_pages_in_float8():
+    return None, None
+
+
+@kernel(Sizes(stored=torch.float8_e5m2), brings=scales)
+def prefill_of_float8():
+    return None, causal_mask
+
+
+@kernel(Sizes(page_size=128), brings=pages)
+def prefill_of_pages():
+    return None, causal_mask
+
+
+@kernel(brings=key_counts)
+def prefill_up_to_kv_lengths():
     return None, causal_mask
 
 

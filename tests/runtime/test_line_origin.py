@@ -109,9 +109,9 @@ class TestErrors:
     def test_of_a_template(self, tmp_path: Path):
         error = self.spoiled("row_max = new_max", "row_max = absent", tmp_path)
         assert error.where is not None and "row_max = absent" in error.where.text
-        template = (resources.files("flexgen") / "templates/triton/forward.py.jinja").read_text().splitlines()
+        template = (resources.files("flexgen") / "templates/triton/parts/attend.py.jinja").read_text().splitlines()
         number = 1 + next(n for n, line in enumerate(template) if line.strip() == "row_max = new_max")
-        assert error.why == f"the line comes from flexgen's template triton/forward.py.jinja, line {number}"
+        assert error.why == f"the line comes from flexgen's template triton/parts/attend.py.jinja, line {number}"
 
     def test_of_the_user(self, tmp_path: Path):
         number = inspect.getsourcelines(score_mod)[1] + 1

@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flexgen
+from flexgen.torch_library import recorded
 from tests.torch.models import BiasedAttention, assert_same, causal, draw, run_with_gradients
 
 
@@ -106,6 +107,8 @@ FRESH = {
 @pytest.mark.parametrize("name", list(FRESH))
 def test_fresh_mods_of_the_same_code_share_a_graph(name):
     """The first two values of an integer compile: torch.compile and flexgen both take the first for a constant."""
+    if "integer" in name and not recorded._SHOWS_CELLS:
+        pytest.skip("before torch 2.13, torch.compile does not show flexgen what a closure holds: each number compiles")
     counter = CompileCounterWithBackend("aot_eager")
     traced = torch.compile(_drop_in, fullgraph=True, backend=counter)
     for number in range(2, 5):

@@ -198,6 +198,9 @@ def _check_refusals():
     refused("requires grad and is no DTensor", [Shard(1)])
     refused("query is placed as", [Shard(3)])
     refused("dropout_p was passed with query, key and value that are DTensors", [Shard(1)], dropout_p=0.5)
+    pages = {"kv_lengths": torch.tensor([3, 4]), "page_table": torch.zeros(2, 1, dtype=torch.int32)}
+    for sides in ({"kv_lengths": pages["kv_lengths"]}, pages, {"k_scale": 2.0}, {"v_scale": torch.ones(4)}):
+        refused(f"{next(iter(sides))} was passed to a call .* made of DTensors", [Shard(1)], **sides)
     refused("3 query heads cannot be shared by 2 key heads", [Shard(1)], heads=3, kv_heads=2)
     plain = drawn(4, 4)
     partial = [DTensor.from_local(tensor, mesh, [Partial()]) for tensor in plain]

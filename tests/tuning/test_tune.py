@@ -13,6 +13,7 @@ import torch
 import flexgen
 from flexgen.errors import NoFeasiblePlanError, OptionError, UnsupportedProblemError
 from flexgen.lowered import Lowered
+from flexgen.lowering.triton_decode.plan import DecodePlan
 from flexgen.runtime.timing import Contender
 from flexgen.tuning import tune as tuning
 from flexgen.tuning.compile_pool import CompilePool
@@ -64,8 +65,21 @@ class TestSpace:
         assert {settings.get("fwd_BACKEND") for settings in self.tried(lowered("gfx942"))} == {"TRITON", None}
 
     def test_a_decode_tries_no_tile_of_more_rows_than_it_has(self):
-        rows = {settings.get("fwd_BLOCK_M") for settings in self.tried(lowered("sm_80", 1, group=4), rows=4)}
-        assert rows == {16, None}
+        low = lowered("sm_80", 1, group=4, FORCE_USE_FLEX_ATTENTION=True)
+        assert {settings.get("fwd_BLOCK_M") for settings in self.tried(low, rows=4)} == {16, None}
+
+    def test_a_decode_tries_tiles_of_keys_and_then_splits(self):
+        tiles, splits = groups(lowered("sm_90", 1, group=4), "forward", 4)
+        too_large = 0
+        for settings in (*tiles.settings, *splits.settings):
+            try:
+                plan = lowered("sm_90", 1, group=4, **settings).plan
+            except NoFeasiblePlanError:  # which prunes it
+                too_large += 1
+                continue
+            assert isinstance(plan, DecodePlan) and plan.BLOCK_M == 16
+        assert too_large < len(tiles.settings) / 4
+        assert [settings["fwd_SPLIT_KV"] for settings in splits.settings][:3] == [1, 2, 3]
 
     def test_backward_kernels_are_searched_one_after_the_other(self):
         names = [group.name for group in groups(lowered("sm_80", backward=True), "backward", 1024)]
@@ -94,6 +108,12 @@ class TestBench:
         assert bench.lower({"fwd_num_warps": plan.num_warps * 2}) != usual
         with pytest.raises(Pruned, match="cannot be honoured"):
             bench.lower({"fwd_USE_TMA": True})
+
+    def test_splits_of_a_decode_are_part_of_the_digest(self):
+        query = torch.empty(1, 2, 1, 16, dtype=torch.bfloat16, device="meta")
+        key = torch.empty(1, 2, 512, 16, dtype=torch.bfloat16, device="meta")
+        bench = KernelBench(make, (query, key, key), "forward", CompilePool(1), "sm_80")
+        assert len({bench.lower(settings) for settings in ({}, {"SPLIT_KV": 2}, {"SPLIT_KV": 3})}) == 3
 
     @needs_triton
     def test_kernels_are_compiled_in_other_processes_and_failures_are_told(self):
@@ -157,6 +177,28 @@ class TestTune:
         again = tune(self.subject(), "forward", store, stopwatch=alike)
         assert again.trials == () and again.tuned == first.tuned
         assert tune(self.subject(), "forward", store, again=True, stopwatch=alike).trials
+
+    def test_what_a_decode_brings_goes_along(self, tmp_path: Path):
+        query, (key, value) = torch.randn(2, 4, 1, 16), torch.randn(2, 5, 2, 16, 16)
+        lengths = torch.tensor([20, 9], dtype=torch.int32)
+        given = {"kv_lengths": lengths, "page_table": torch.tensor([[4, 0], [2, -1]], dtype=torch.int32)}
+        given |= {"k_scale": 0.5, "v_scale": torch.tensor([2.0, 3.0]), "block_table": None}
+        received = []
+
+        class Noted(flexgen.Attention):
+            def __call__(self, *tensors, **more):
+                received.append(more)
+                return super().__call__(*tensors, **more)
+
+        def noting(settings):
+            return Noted(None, None, flexgen.Options.of(dict(settings)))
+
+        subject = TuningSubject(noting, (query, key, value), "bhsd", given)
+        store = TunedStore(tmp_path)
+        assert tune(subject, "forward", store, stopwatch=alike).trials
+        assert received and all(more == given for more in received)
+        wider = {**given, "page_table": torch.zeros(2, 3, dtype=torch.int32)}
+        assert tune(replace(subject, given=wider), "forward", store, stopwatch=alike).trials, "another cache size"
 
     def test_the_backward_is_tuned_over_what_the_forward_has(self, tmp_path: Path):
         chosen: list[dict[str, object]] = []

@@ -22,6 +22,7 @@ from flexgen.lowering.triton.choose import (
     Question,
     decide_arithmetic,
     decide_head_dims,
+    decide_order,
     decide_outputs,
     decide_rows_safe,
     decide_scale,
@@ -130,7 +131,11 @@ def _wrong_chip(question: Question) -> str | None:
 
 
 def _dtype(question: Question) -> str | None:
-    dtype = question.problem.query_dtype
+    dtype, problem = question.problem.query_dtype, question.problem
+    if problem.converts_keys:
+        return "the warpgroup instructions would multiply keys as they are stored, in 8 bits"
+    if problem.k_scale or problem.v_scale:
+        return "k_scale and v_scale are applied by plain Triton kernels alone"
     half = dtype in (torch.float16, torch.bfloat16)
     return None if half else f"the warpgroup instructions multiply half precision, not {dtype}"
 
@@ -162,6 +167,10 @@ def _lengths(question: Question) -> str | None:
         return f"at most {guard.q_bucket} queries do not fill a warpgroup's {WARPGROUP_ROWS} rows"
     if 0 < guard.kv_bucket < FEW_KEYS:
         return f"at most {guard.kv_bucket} keys are less than a tile"
+    if question.problem.page_size:
+        return "keys lie in pages"
+    if question.problem.lengths_dtype is not None:
+        return "kv_lengths gives each batch row a number of keys of its own"
     if guard.wide_index:
         return "index arithmetic needs 64 bits"
     return None
@@ -374,6 +383,7 @@ _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     decide_scale,
     decide_rows_safe,
     decide_arithmetic,
+    decide_order,
     decide_outputs,
 )
 

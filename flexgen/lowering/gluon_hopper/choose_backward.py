@@ -148,6 +148,7 @@ def choose_gluon_backward(question: Question, task: BackwardTask, because: str) 
     _decide_tail(question, task, answers)
     _decide_scale(question, answers)
     choose.decide_arithmetic(question, answers)
+    choose.decide_order(question, answers)
     names = {field.name for field in dataclasses.fields(GluonBackwardPlan)}
     values: dict[str, Any] = {decision.name: decision.value for decision in answers.decisions if decision.name in names}
     return GluonBackwardPlan(

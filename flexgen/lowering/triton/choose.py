@@ -28,6 +28,7 @@ from flexgen.problem import DIVISOR, Guard, Problem
 MAX_HEAD_DIM = 512
 NOMINAL_LENGTH = 8192  # the sequence that mask ranges are measured on
 LARGEST_SAFE = 1e37  # constants up to this do not make a finite score infinite
+LEAST_PAGE = 32  # keys: a smaller page is gathered from, by tiles of several
 SEARCH_WIDTH = 128  # a warpgroup's threads: one load and one sum find the sequence among so many
 EXTREME = 1e8  # scores of this magnitude are off by several units when multiplied by log2(e)
 
@@ -78,7 +79,7 @@ def plan_fields(question: Question, answers: Answers, plan: type) -> dict[str, A
     """Return what a plan's fields are called and are: what was decided, and what the kernel's question says."""
     problem, guard = question.problem, question.guard
     names = {field.name for field in dataclasses.fields(plan)}
-    return {decision.name: decision.value for decision in answers.decisions if decision.name in names} | {
+    known = {decision.name: decision.value for decision in answers.decisions} | {
         "target": question.target,
         "schedule": question.schedule,
         "query_dtype": problem.query_dtype,
@@ -88,12 +89,24 @@ def plan_fields(question: Question, answers: Answers, plan: type) -> dict[str, A
         "unit_stride": problem.unit_stride,
         "wide": guard.wide,
         "wide_index": guard.wide_index,
+        "lengths_dtype": problem.lengths_dtype,
+        "K_SCALE": problem.k_scale,
+        "V_SCALE": problem.v_scale,
+        "decoded": decoded_tensors(problem, question.target),
         "decisions": tuple(answers.decisions),
     }
+    return {name: value for name, value in known.items() if name in names}
+
+
+def decoded_tensors(problem: Problem, target: Target) -> frozenset[str]:
+    """Return the tensors whose elements a kernel decodes from bytes; see ForwardPlan."""
+    stored = {"key": problem.key_dtype, "value": problem.value_dtype}
+    e4m3 = frozenset(name for name, dtype in stored.items() if dtype == torch.float8_e4m3fn)
+    return frozenset() if target.has_e4m3 else e4m3
 
 
 _NOT_BUILT = {
-    "TRITON_DECODE": "no kernel splits the keys of a decode step over programs yet",
+    "TRITON_DECODE": "only forward kernels split the keys of a few queries over programs",
 }
 
 
@@ -109,6 +122,11 @@ def decide_backend(question: Question, answers: Answers) -> None:
     because = "asked for" if asked == "TRITON" else "it serves every call"
     because = f"selected by {', '.join(selecting)}" if selecting else because
     answers.add("BACKEND", "TRITON", because, question.passed_over)
+    refuse_float64(question)
+
+
+def refuse_float64(question: Question) -> None:
+    """Refuse float64 on a GPU."""
     if question.problem.query_dtype == torch.float64 and question.target.backend != "interpret":
         raise UnsupportedProblemError(
             f"float64 attention is not compiled for {question.target.name}",
@@ -154,7 +172,7 @@ def decide_table(question: Question, answers: Answers) -> None:
     answers.add("BLOCKS_ARE_CONTIGUOUS", bool(asked and table), because)
 
 
-def _packing(question: Question, answers: Answers) -> None:
+def decide_packing(question: Question, answers: Answers) -> None:
     problem, group, bucket = question.problem, question.problem.group, question.guard.q_bucket
     heads = 1
     if packs_heads(problem, question.guard):
@@ -165,7 +183,7 @@ def _packing(question: Question, answers: Answers) -> None:
         because = "a tile holds queries of one sequence, of lengths that the device alone knows"
     else:
         because = "a block table may differ between heads" if problem.table is not None else "one head fills a tile"
-    answers.add("index_map", IndexMap(heads, problem.has_offsets, problem.cu_seqlens), because)
+    answers.add("index_map", IndexMap(heads, problem.has_offsets, problem.page_size, problem.cu_seqlens), because)
     decide_sequences(question, answers)
 
 
@@ -191,6 +209,7 @@ def _tile(question: Question, answers: Answers) -> None:
         captured_loads(question.mods),
         bulk_copies=bool(question.options.USE_TMA),
         splits_operands=question.options.FLOAT32_PRECISION == "tf32x3",
+        looks_up_pages=problem.page_size > 0,
         drops=problem.dropout,
     )
     head_dim, masked = max(shape.qk_rounded, shape.v_rounded), question.mods.mask is not None
@@ -199,7 +218,26 @@ def _tile(question: Question, answers: Answers) -> None:
     if group is not None and group % first.BLOCK_M and question.target.backend != "interpret":
         first = dataclasses.replace(first, BLOCK_M=dividing(first.BLOCK_M, group))
         origin = f"{group} rows have one range of keys, and a larger tile would visit what lies between several"
-    settle_tile(question, answers, _fit_lengths(first, question, answers), origin, shape, ForwardPhysics())
+    if problem.converts_keys and head_dim > 128 and question.target.backend != "interpret":
+        first, origin = dataclasses.replace(first, BLOCK_N=first.BLOCK_N // 2), f"{origin}; converting takes registers"
+    first, origin = fit_pages(_fit_lengths(first, question, answers), origin, question)
+    settle_tile(question, answers, first, origin, shape, ForwardPhysics())
+
+
+def fit_pages(tile: Tile, origin: str, question: Question) -> tuple[Tile, str]:
+    """Return a first choice, and where it comes from, for keys that lie in pages.
+
+    A tile lies inside one page where that costs little; else each key finds its own page. Triton's pipeline fetches
+    pages as many steps ahead as keys, so that it takes twice the stages to have as many keys in flight.
+    """
+    page_size = question.problem.page_size
+    if not page_size:
+        return tile, origin
+    inside = largest_power_of_two_divisor(page_size)
+    block_n = inside if LEAST_PAGE <= inside < tile.BLOCK_N else tile.BLOCK_N
+    stages = 2 * tile.num_stages - 1 if question.target.backend == "cuda" else tile.num_stages
+    tile = dataclasses.replace(tile, BLOCK_N=block_n, num_stages=stages)
+    return tile, f"{origin}; pages are looked up a step before keys are fetched"
 
 
 def settle_tile(
@@ -298,6 +336,9 @@ def decide_divisible(question: Question, answers: Answers) -> None:
     if answers["index_map"].packs:
         answers.add("IS_DIVISIBLE", False, "rows of packed heads are always masked")
         return
+    if question.problem.lengths_dtype is not None:
+        answers.add("IS_DIVISIBLE", False, "only the device knows how many keys a batch row has")
+        return
     if question.problem.cu_seqlens is not None:
         answers.add("IS_DIVISIBLE", False, "packed sequences end anywhere")
         return
@@ -328,12 +369,34 @@ def decide_scale(question: Question, answers: Answers) -> None:
     answers.add("SUBTRACT_FIRST", extreme is not None, extreme or "scores of moderate size")
 
 
+def decide_stored(question: Question, answers: Answers) -> None:
+    """Note how keys and values are stored, where that is not simply as the query."""
+    problem = question.problem
+    if problem.converts_keys:
+        stored = f"{problem.key_dtype} and {problem.value_dtype}".replace("torch.", "")
+        how = f"converted to {problem.query_dtype}".replace("torch.", "") + " after they are read"
+        decoded = decoded_tensors(problem, question.target)
+        how += f"; {question.target.name} cannot, so bits of float8_e4m3fn are moved into float16" if decoded else ""
+        answers.add("stored", stored, how)
+    if problem.page_size:
+        inside = problem.page_size % answers["BLOCK_N"] == 0
+        how = "a tile of keys lies in one page" if inside else "a tile of keys spans pages: each key looks up its own"
+        answers.add("PAGE_SIZE", problem.page_size, how)
+    if problem.k_scale:
+        answers.add("K_SCALE", True, "k_scale is read for each key head, and multiplies the scores' scale")
+    if problem.v_scale:
+        how = {"head": "read for each key head", "number": "an argument"}[problem.v_scale]
+        answers.add("V_SCALE", problem.v_scale, f"v_scale is {how}, and multiplies the output once")
+
+
 def fold(question: Question, prescale: bool) -> tuple[bool, str]:
     scale = question.problem.scale
     if question.mods.score is not None:
         return False, "score_mod sees the scaled score"
     if prescale:
         return False, "the query is scaled already"
+    if question.problem.k_scale:
+        return False, "k_scale is read for each head"
     if scale is None or scale <= 0:
         return False, "only a scale known to be positive keeps the order of scores"
     return True, "identity score_mod: one multiplier for scale and log2(e) inside the exponential"
@@ -368,6 +431,8 @@ def decide_rows_safe(question: Question, answers: Answers) -> None:
     table = question.problem.table
     if table is not None and not table.derived:
         value, because = False, "a block table may leave rows without a block"
+    elif question.problem.lengths_dtype is not None:
+        value, because = False, "kv_lengths may leave a batch row without keys"
     elif question.problem.cu_seqlens is not None:
         value, because = False, "a packed sequence may have queries and no keys; the device alone knows"
     elif _may_drop_rows(question.mods.score):
@@ -412,6 +477,10 @@ def _tma_blocker(question: Question, answers: Answers) -> str | None:
     problem = question.problem
     if not question.target.has_tma:
         return f"{question.target.name} has no bulk copy engine"
+    if problem.page_size:
+        return "keys lie in pages"
+    if problem.converts_keys:
+        return "keys and values are converted after they are read"
     if not {"key", "value"} <= problem.unit_stride:
         return "the last dimension of key or value is strided"
     if not {"key", "value"} <= question.guard.aligned:
@@ -436,7 +505,6 @@ def decide_arithmetic(question: Question, answers: Answers) -> None:
     answers.add("FLOAT32_PRECISION", asked or "ieee", "asked for" if asked else "float32 stays float32 unless asked")
     fast, because = _fast_tanh(question)
     answers.add("FAST_TANH", fast, because)
-    decide_order(question, answers)
 
 
 def decide_order(question: Question, answers: Answers) -> None:
@@ -530,14 +598,16 @@ _ORDER: tuple[Callable[[Question, Answers], None], ...] = (
     decide_backend,
     decide_head_dims,
     decide_table,
-    _packing,
+    decide_packing,
     _tile,
     decide_divisible,
     decide_scale,
+    decide_stored,
     decide_rows_safe,
     _tma,
     _subtiling,
     decide_arithmetic,
+    decide_order,
     decide_dropout,
     decide_outputs,
     decide_amd,

@@ -43,6 +43,7 @@ def choose_backward(question: Question, task: BackwardTask) -> BackwardPlan:
     choose.decide_divisible(question, answers)
     _scale(question, answers)
     choose.decide_arithmetic(question, answers)
+    choose.decide_order(question, answers)
     choose.decide_dropout(question, answers)
     choose.decide_amd(question, answers)
     fields = choose.plan_fields(question, answers, BackwardPlan)

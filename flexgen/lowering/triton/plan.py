@@ -46,6 +46,9 @@ class ForwardPlan:
         accumulator_dtype: dtype of scores, sums and auxiliary outputs.
         unit_stride: tensors whose last dimension has stride 1.
         wide, wide_index: see Guard.
+        lengths_dtype: see Problem.
+        K_SCALE, V_SCALE: k_scale and v_scale; see Problem.
+        decoded: tensors whose float8_e4m3fn elements are decoded from bytes, where the target cannot convert them.
         shared_bytes: shared memory that the tile is computed to need, an upper bound.
     """
 
@@ -93,6 +96,10 @@ class ForwardPlan:
     unit_stride: frozenset[str]
     wide: frozenset[str]
     wide_index: bool
+    lengths_dtype: torch.dtype | None
+    K_SCALE: bool
+    V_SCALE: str
+    decoded: frozenset[str]
     decisions: tuple[Decision, ...]
 
     @property

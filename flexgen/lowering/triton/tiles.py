@@ -63,6 +63,7 @@ class TileShape:
         captured: loads of captured tensors inside the loop.
         bulk_copies: keys and values come through the copy engine (USE_TMA).
         splits_operands: each operand is kept in two parts (FLOAT32_PRECISION tf32x3).
+        looks_up_pages: the address of keys is read first, so that the pipeline has two steps for each tile of keys.
         drops: softmax weights are dropped.
     """
 
@@ -74,7 +75,13 @@ class TileShape:
     captured: CapturedLoads
     bulk_copies: bool = False
     splits_operands: bool = False
+    looks_up_pages: bool = False
     drops: bool = False
+
+    @property
+    def converts(self) -> bool:
+        """Keys and values are stored in another dtype than they are multiplied in."""
+        return self.key_bytes != self.query_bytes or self.value_bytes != self.query_bytes
 
 
 def dropped_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
@@ -96,19 +103,23 @@ def shared_bytes(tile: Tile, shape: TileShape, target: Target) -> int:
     key_tile = tile.BLOCK_N * shape.qk_rounded * shape.key_bytes
     value_tile = tile.BLOCK_N * shape.v_rounded * shape.value_bytes
     keys = key_tile + value_tile
-    weights = tile.BLOCK_M * tile.BLOCK_N * shape.value_bytes
-    ahead = max(tile.num_stages - 1, 1)
+    weights = tile.BLOCK_M * tile.BLOCK_N * shape.query_bytes
+    stages = (tile.num_stages + 1) // 2 if shape.looks_up_pages else tile.num_stages
+    ahead = max(stages - 1, 1)
     captured = ahead * tile.BLOCK_N * (tile.BLOCK_M * shape.captured.tile_bytes + shape.captured.key_bytes)
     if shape.captured.tile_bytes:  # narrow elements are padded to 4 bytes where their layout is converted
         captured = max(captured, min(4 * tile.BLOCK_M * tile.BLOCK_N, 8192))
     slack = 1088 + 4 * tile.BLOCK_M * tile.num_warps  # barriers, alignment, and row statistics across warps
+    slack += tile.num_stages * 4 * tile.BLOCK_N if shape.looks_up_pages else 0
+    if shape.converts:  # one tile at a time
+        slack += tile.BLOCK_N * max(shape.qk_rounded, shape.v_rounded) * shape.query_bytes
     slack += dropped_bytes(tile, shape, target)
     if target.matrix_unit in ("wgmma", "tcgen05") and tile.BLOCK_M >= 64 and shape.query_bytes < 4:
-        return query + tile.num_stages * keys + captured + slack
-    if target.matrix_unit == "mfma" and tile.num_stages == 1:
+        return query + stages * keys + captured + slack
+    if target.matrix_unit == "mfma" and tile.num_stages == 1 and not shape.converts:
         return max(query, key_tile, value_tile, weights) + captured
     # Matrix instructions of a single warp, also on newer chips where a tile has fewer than 64 rows.
-    copies = tile.num_stages if shape.bulk_copies else ahead
+    copies = stages if shape.bulk_copies else ahead
     split = query + keys if shape.splits_operands else 0
     return query + weights + copies * keys + split + captured + slack
 

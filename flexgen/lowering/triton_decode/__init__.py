@@ -1,0 +1,1 @@
+"""The decode backend: few queries, whose keys are split over programs."""

@@ -1,0 +1,1 @@
+"""Decoding: few queries against a long cache."""
