@@ -20,10 +20,11 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from flexgen.codegen.source import LineOrigin
-from flexgen.errors import InternalError, KernelCompileError, OptionError, SourceSpan
+from flexgen.errors import InternalError, KernelCompileError, OptionError, OutOfResourcesError, SourceSpan
 from flexgen.runtime.arguments import TypedArg
 from flexgen.runtime.cache import source_cache
 from flexgen.runtime.compiled_cache import compiling_into
@@ -140,9 +141,24 @@ def compile_entry(
         _check_options(gpu_target, options, target.name)
         COMPILATIONS.increment()
         start = time.perf_counter()
-        kernel = _compile(source, gpu_target, options)
+        try:
+            kernel = _compile(source, gpu_target, options)
+        except OutOfResources as error:
+            raise out_of_resources(entry, error, num_warps, num_stages) from error
         _log.info("compiled %s for %s in %.2f s, %s", entry, target.name, time.perf_counter() - start, options)
     return _binary(kernel, target)
+
+
+def out_of_resources(entry: str, error: OutOfResources, num_warps: int, num_stages: int) -> OutOfResourcesError:
+    """Return flexgen's error for Triton's."""
+    return OutOfResourcesError(
+        entry,
+        error.name,
+        error.required,
+        error.limit,
+        why=f"it was compiled with num_warps={num_warps} and num_stages={num_stages}",
+        fix="choose smaller blocks, fewer stages, or leave those options to flexgen",
+    )
 
 
 def _jit_function(module: ModuleType, entry: str) -> JITFunction[Any]:
@@ -225,7 +241,7 @@ def _located_errors(
 ) -> Iterator[None]:
     try:
         yield
-    except OptionError:
+    except (OptionError, OutOfResourcesError):
         raise
     except Exception as error:
         where, reason = _locate(error, module)

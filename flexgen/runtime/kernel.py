@@ -131,6 +131,14 @@ class Kernel:
     def args(self) -> tuple[Arg, ...]:
         return self._source.args
 
+    @property
+    def plan(self) -> Plan:
+        return self._plan
+
+    @property
+    def entry(self) -> str:
+        return self._source.entry
+
     def grid(self, launch: Launch) -> tuple[int, int, int]:
         return (program_count(self._plan, launch), 1, 1)
 

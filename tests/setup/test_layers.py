@@ -29,6 +29,7 @@ LAYERS = (
         "dropout",
         "explain",
         "extras",
+        "fitting",
         "jagged",
         "explain_work",
         "lowered",
