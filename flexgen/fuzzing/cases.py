@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from flexgen.fuzzing.mods import Captures, captures, mask_mods, reads, score_mods
-from flexgen.fuzzing.ways import OF_LISTED_BLOCKS, OF_PACKED, WAYS
+from flexgen.fuzzing.ways import OF_A_CACHE, OF_LISTED_BLOCKS, OF_PACKED, WAYS, WITHOUT_GRADIENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class Placed:
     layout: str
     seed: int
     requires_grad: bool
+    spread: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class DrawnCall:
         query, key, value: in the order of the case's layout.
         lengths: of queries and of keys of packed sequences; None where none are packed.
         ways: other ways to compute it, of `WAYS`.
+        kv_lengths: how many keys each batch entry has; None for all.
+        kv_dtype: of keys and values, where it is not the query's.
     """
 
     query: Placed
@@ -37,6 +40,8 @@ class DrawnCall:
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None
     backward: bool
     ways: tuple[str, ...]
+    kv_lengths: tuple[int, ...] | None = None
+    kv_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ _LAYOUTS = ("contiguous", "contiguous", "heads inside", "transposed", "every sec
 _REPEATED = ("repeated along 0", "repeated along 1", "repeated along 2")
 _COINS = st.booleans()
 _BATCHES = st.sampled_from((1, 2) * 7 + (3, 0))
+_SPREADS = st.sampled_from((1.0, 1.0, 1.0, 1.0, 8.0, 0.01))
 _SEEDS = st.integers(0, 99)
 _OPTIONS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("fwd_BLOCK_M", (16, 32, 64, 128)),
@@ -119,7 +125,7 @@ def cases(draw: st.DrawFn, scope: Scope) -> Case:
     options = draw(_options())
     head_dims = draw(_head_dims())
     group = draw(st.sampled_from((1, 1, 2, 3, 4)))
-    drawing = _Drawing(scope, backward, ("layout", "bshd") in options, head_dims, group, lists_blocks)
+    drawing = _Drawing(scope, backward, ("layout", "bshd") in options, head_dims, group, lists_blocks, dtype)
     calls = tuple(draw(_call(drawing)) for _ in range(count))
     return Case(
         captured,
@@ -193,10 +199,16 @@ class _Drawing:
     head_dims: tuple[int, int]
     group: int
     lists_blocks: bool
+    dtype: str
 
-    def ways(self, packed: bool) -> tuple[str, ...]:
+    def ways(self, packed: bool, of_a_cache: bool) -> tuple[str, ...]:
         """Return the other ways to compute a call."""
-        return OF_PACKED if packed else tuple(way for way in WAYS if self.lists_blocks or way != OF_LISTED_BLOCKS)
+        if packed:
+            return OF_PACKED
+        names = OF_A_CACHE if of_a_cache else tuple(WAYS)
+        left_out = set() if self.lists_blocks else {OF_LISTED_BLOCKS}
+        left_out |= set(WITHOUT_GRADIENTS) if self.backward else set()
+        return tuple(way for way in names if way not in left_out)
 
 
 @st.composite
@@ -210,14 +222,21 @@ def _call(draw: st.DrawFn, drawing: _Drawing) -> DrawnCall:
         *((key_batch, sizes.kv_heads, sizes.kv_len, head_dim) for head_dim in drawing.head_dims),
     )
     query, key, value = (draw(_placed(shape, drawing.bshd, drawing.backward)) for shape in shapes)
+    kv_lengths = kv_dtype = None
+    if not packed and not drawing.backward and draw(st.integers(0, 4)) == 4:
+        kv_lengths = tuple(draw(st.integers(0, sizes.kv_len)) for _ in range(batch))
+        is_half = drawing.dtype in ("float16", "bfloat16")
+        kv_dtype = draw(st.sampled_from((None, "float8_e4m3fn", "float8_e5m2"))) if is_half else None
     return DrawnCall(
         query,
         key,
         value,
-        scale=draw(st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0))),
+        scale=draw(st.sampled_from((None, None, 0.3, 1.0, -0.5, 0.0, 4.0, 1e-30))),
         lengths=draw(_sequences(sizes.q_len, sizes.kv_len)) if packed else None,
         backward=drawing.backward,
-        ways=tuple(draw(st.lists(st.sampled_from(drawing.ways(packed)), max_size=1))),
+        ways=tuple(draw(st.lists(st.sampled_from(drawing.ways(packed, kv_lengths is not None)), max_size=1))),
+        kv_lengths=kv_lengths,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -226,7 +245,7 @@ def _placed(draw: st.DrawFn, sizes: tuple[int, ...], bshd: bool, backward: bool)
     shape = (sizes[0], sizes[2], sizes[1], sizes[3]) if bshd else sizes
     layouts = _REPEATED if draw(st.integers(0, 9)) == 9 else _LAYOUTS
     wanted = backward and draw(st.integers(0, 5)) != 5
-    return Placed(shape, draw(st.sampled_from(layouts)), draw(_SEEDS), wanted)
+    return Placed(shape, draw(st.sampled_from(layouts)), draw(_SEEDS), wanted, draw(_SPREADS))
 
 
 @st.composite

@@ -24,6 +24,7 @@ def check_call(
     scale: float | None = None,
     block_table: Any = None,
     cu_seqlens: tuple[Tensor, Tensor | None] | None = None,
+    kv_lengths: Tensor | None = None,
     backward: bool = False,
     also: Sequence[str] = (),
     tally: Tally | None = None,
@@ -33,6 +34,7 @@ def check_call(
     Args:
         attention: its mods are plain functions that hold the tensors they read in their closures.
         cu_seqlens: cu_seqlens_q and cu_seqlens_k of packed sequences.
+        kv_lengths: how many keys each batch entry has.
         backward: check the gradients of all tensors that require grad.
         also: other ways to compute the same, of `WAYS`.
         tally: what is counted.
@@ -40,7 +42,7 @@ def check_call(
     Raises:
         Wrong: a result is further from float64 than its precision explains.
     """
-    call = Call(query, key, value, scale, block_table, cu_seqlens)
+    call = Call(query, key, value, scale, block_table, cu_seqlens, {"kv_lengths": kv_lengths})
     problem = Problem(
         in_order(query, attention),
         in_order(key, attention),
@@ -50,6 +52,7 @@ def check_call(
         scale,
         _lengths(cu_seqlens),
         backward,
+        kv_lengths,
     )
     judge = Judge(problem, attention.options)
     leaves = {name: own for name, own in zip(problem.inputs, (query, key, value), strict=True) if own.requires_grad}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,8 @@ def drawn(
     low: int = 0,
     high: int = 2,
     ascending: bool = False,
+    spread: float = 1.0,
+    special: bool = False,
     requires_grad: bool = False,
     device: str = "cpu",
 ) -> Tensor:
@@ -26,11 +29,14 @@ def drawn(
         dtype: torch's name of it.
         layout: how it lies in memory; one of `LAYOUTS`.
         ascending: integers are sorted along the last axis.
+        spread: the standard deviation of normal numbers.
+        special: some of the numbers are -inf, -1e9, or a zero of either sign.
     """
     kind: torch.dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(seed)
     if kind.is_floating_point:
-        values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+        values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * spread
+        values = _with_special(values) if special else values
     else:
         values = torch.randint(low, high, tuple(shape), generator=generator)
         values = values.sort().values if ascending else values
@@ -38,9 +44,21 @@ def drawn(
     return placed.requires_grad_() if requires_grad else placed
 
 
+def _with_special(values: Tensor) -> Tensor:
+    flat = values.flatten()
+    for every, value in ((5, -math.inf), (7, -1e9), (11, 0.0), (13, -0.0)):
+        flat[every - 1 :: every] = value
+    return flat.view(values.shape)
+
+
 def offsets(lengths: Sequence[int], dtype: str = "int32", device: str = "cpu") -> Tensor:
     """Return where sequences of these lengths begin when they are packed, as `cu_seqlens_q` of a call."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device, getattr(torch, dtype))
+
+
+def lengths(numbers: Sequence[int], device: str = "cpu") -> Tensor:
+    """Return `kv_lengths` of a call."""
+    return torch.tensor(list(numbers), dtype=torch.int32, device=device)
 
 
 def _swapped(tensor: Tensor, first: int, second: int) -> Tensor:

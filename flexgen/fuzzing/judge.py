@@ -64,7 +64,7 @@ class Judge:
         gaps = torch.where(comparable, _gaps(found, expected), 0.0)
         allowed += 2 * _largest(torch.where(comparable, _gaps(eager, expected), 0.0))
         if _largest(gaps) > allowed:
-            allowed += 2 * self._moved(name, expected, comparable)
+            allowed += 4 * self._moved(name, expected, comparable)
             self.excused += 1
         if _largest(gaps) > allowed:
             raise Wrong(_told(told, gaps, allowed, found, expected))
@@ -94,11 +94,12 @@ class Judge:
 
     @cached_property
     def _noisy(self) -> list[Values]:
-        epsilon = self._epsilon()
-        return [
-            evaluate(self._problem, Precision(exact=True, noise=Noise(epsilon, seed)))
-            for seed in range(NOISY_EVALUATIONS)
-        ]
+        noises = [Noise(self._epsilon(), self._rounding(), seed) for seed in range(NOISY_EVALUATIONS)]
+        return [evaluate(self._problem, Precision(exact=True, noise=noise)) for noise in noises]
+
+    def _rounding(self) -> float:
+        """Return the relative error of rounding to the inputs' dtype, to nearest."""
+        return torch.finfo(self._dtype).eps / 2
 
     def _epsilon(self) -> float:
         """Return the relative error that an operation on scores may have."""

@@ -22,10 +22,12 @@ class Noise:
     several seeds differ.
 
     Attributes:
-        epsilon: the relative error of float32 and float64 values; narrower dtypes have their own.
+        epsilon: the relative error of float32 and float64 values of mods; narrower dtypes have their own.
+        operands: that of what is multiplied in the inputs' dtype: softmax weights, and the gradients of scores.
     """
 
     epsilon: float
+    operands: float
     seed: int
     _random: random.Random = field(init=False, repr=False)
 
@@ -38,9 +40,22 @@ class Noise:
 
     def on_scores(self, scores: Tensor, sizes: Tensor) -> Tensor:
         """Return products with the error of their summation, whose terms have these sizes."""
-        generator = torch.Generator().manual_seed(self.seed)
-        signs = torch.rand(scores.shape, generator=generator, dtype=torch.float64).to(scores.device) * 2 - 1
-        return scores + sizes * signs * self.epsilon
+        noisy = scores + sizes * self._signs(scores, 0) * self.epsilon
+        if noisy.requires_grad:
+            noisy.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        return noisy
+
+    def _on_gradient(self, gradient: Tensor) -> Tensor:
+        return gradient * (1.0 + self._signs(gradient, 1) * self.operands)
+
+    def on_weights(self, weights: Tensor) -> Tensor:
+        """Return softmax weights with the error of rounding to the inputs' dtype."""
+        return weights * (1.0 + self._signs(weights, 2) * self.operands)
+
+    def _signs(self, like: Tensor, stream: int) -> Tensor:
+        """Return numbers from -1 to 1, the same on every device."""
+        generator = torch.Generator().manual_seed(3 * self.seed + stream)
+        return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.device) * 2 - 1
 
 
 _FLOOR_DIVISIONS = frozenset({torch.floor_divide, Tensor.floor_divide, Tensor.__floordiv__})

@@ -31,6 +31,7 @@ class CapturedTensor:
     low: int = 0
     high: int = 2
     ascending: bool = False
+    special: bool = False
     requires_grad: bool = False
 
     @property
@@ -85,7 +86,9 @@ def _captured_tensor(draw: st.DrawFn, name: str, gradients: bool) -> CapturedTen
     if kind == "i":
         low = 0 if dtype == "uint8" else draw(st.sampled_from((0, 0, -8)))
         return CapturedTensor(name, shape, dtype, seed, layout, low, draw(st.sampled_from((40, 3, 100))), draw(_COINS))
-    return CapturedTensor(name, shape, dtype, seed, layout, requires_grad=kind == "f" and gradients and draw(_COINS))
+    learned = kind == "f" and gradients and draw(_COINS)
+    special = kind == "f" and not learned and draw(st.integers(0, 3)) == 3
+    return CapturedTensor(name, shape, dtype, seed, layout, special=special, requires_grad=learned)
 
 
 @st.composite
@@ -235,7 +238,7 @@ class _Lookup:
 def mask_mods(draw: st.DrawFn, captured: Captures) -> DrawnMod:
     """Draw a function mask_mod."""
     mod = _Mod(draw, captured, {"i": list(_INDEX_NAMES), "f": [], "b": []})
-    parts = [mod.usual_mask() for _ in range(draw(st.sampled_from((1, 0, 2))))]
+    parts = [mod.usual_mask() for _ in range(draw(st.sampled_from((1, 0, 2, 3))))]
     results = [part for part in parts if part is not None]
     for kind in draw(st.lists(_KINDS_OF_A_MASK, max_size=MOST_STATEMENTS - 2)):
         mod.compute(kind)

@@ -23,6 +23,7 @@ class Problem:
     Attributes:
         query, key, value: [B, Hq, Lq, Dqk], [B or 1, Hkv, Lk, Dqk], [B or 1, Hkv, Lk, Dv].
         lengths: of queries and of keys of the sequences that are packed along the length; None where none are.
+        kv_lengths: how many keys each batch entry has, [B]; None for all.
         backward: gradients are wanted too, of inputs and captured tensors that require grad.
     """
 
@@ -34,6 +35,7 @@ class Problem:
     scale: float | None
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None
     backward: bool
+    kv_lengths: Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -104,6 +106,7 @@ def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 def _prepared(tensor: Tensor, precision: Precision) -> Tensor:
     """Return a tensor as a leaf of its own, in float64 where the evaluation is exact."""
     own = tensor.detach().double() if precision.exact else tensor.detach()
+    own = own.to(torch.float32) if own.element_size() == 1 and own.is_floating_point() else own  # what float8 holds
     return own.requires_grad_(tensor.requires_grad) if own is not tensor else own
 
 
@@ -148,7 +151,12 @@ def _dense(
     if problem.mask_mod is not None:
         allowed = allowed_pairs(problem.mask_mod, scores.shape, scores.device, precision.noise, b)
         scores = torch.where(allowed, scores, NOTHING)
+    if problem.kv_lengths is not None:
+        exists = torch.arange(scores.shape[3], device=scores.device) < problem.kv_lengths[:, None]
+        scores = torch.where(exists[:, None, None], scores, NOTHING)
     weights, logsumexp, max_scores = _softmax(scores)
+    value = value.to(query.dtype)
+    weights = weights if precision.noise is None else precision.noise.on_weights(weights)
     return weights.to(value.dtype) @ value, logsumexp, max_scores
 
 
@@ -159,6 +167,7 @@ def _grouped(tensor: Tensor, query: Tensor) -> Tensor:
 
 
 def _products(query: Tensor, key: Tensor, precision: Precision) -> Tensor:
+    key = key.to(query.dtype)
     if precision.exact or query.dtype == torch.float64:
         return query @ key.mT
     return (query @ key.mT).float()  # in the inputs' dtype, and so are their gradients

@@ -29,7 +29,8 @@ def script_of(case: Case, device: str = "cpu", told: str = "A case of `flexgen f
     test = "\n".join([f'def test_case(device="{device}", check=check_call):', *_indented(body)])
     head = ["import torch", ""] if "torch." in test else []
     head += ["import flexgen", "from flexgen.fuzzing.check import check_call"]
-    head.append(f"from flexgen.fuzzing.inputs import drawn{', offsets' if 'offsets(' in test else ''}")
+    names = [name for name in ("drawn", "lengths", "offsets") if f"{name}(" in test]
+    head.append(f"from flexgen.fuzzing.inputs import {', '.join(names)}")
     module = "\n".join(head)
     return f'"""{told}"""\n\n{module}\n\n\n{test}\n\n\nif __name__ == "__main__":\n    test_case()\n'
 
@@ -67,16 +68,20 @@ def _numbers(case: Case, call: int) -> list[str]:
 
 def _drawn(tensor: CapturedTensor) -> str:
     extras = [f"low={tensor.low}, high={tensor.high}"] if tensor.kind == "i" else []
-    extras += ["ascending=True"] * tensor.ascending + ["requires_grad=True"] * tensor.requires_grad
+    extras += ["ascending=True"] * tensor.ascending + ["special=True"] * tensor.special
+    extras += ["requires_grad=True"] * tensor.requires_grad
     first = (repr(tensor.shape), _text(tensor.dtype), str(tensor.seed), _text(tensor.layout))
     return f"drawn({', '.join([*first, *extras, 'device=device'])})"
 
 
 def _call(call: DrawnCall, dtype: str) -> list[str]:
     lines = [""]
-    for name, placed in (("q", call.query), ("k", call.key), ("v", call.value)):
-        lines.append(f"{name} = {_input(placed, dtype)}")
+    kv_dtype = call.kv_dtype or dtype
+    for name, placed, kind in (("q", call.query, dtype), ("k", call.key, kv_dtype), ("v", call.value, kv_dtype)):
+        lines.append(f"{name} = {_input(placed, kind)}")
     extras = [f"scale={call.scale}"] * (call.scale is not None)
+    if call.kv_lengths is not None:
+        extras.append(f"kv_lengths=lengths({call.kv_lengths}, device=device)")
     if call.lengths is not None:
         starts = (f"offsets({lengths}, device=device)" for lengths in call.lengths)
         extras.append(f"cu_seqlens=({', '.join(starts)})")
@@ -88,6 +93,6 @@ def _call(call: DrawnCall, dtype: str) -> list[str]:
 
 
 def _input(placed: Placed, dtype: str) -> str:
-    extras = ["requires_grad=True"] * placed.requires_grad
+    extras = [f"spread={placed.spread}"] * (placed.spread != 1.0) + ["requires_grad=True"] * placed.requires_grad
     parts = [repr(placed.shape), _text(dtype), str(placed.seed), _text(placed.layout), *extras, "device=device"]
     return f"drawn({', '.join(parts)})"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Call:
     Attributes:
         query, key, value: in the attention's layout.
         cu_seqlens: cu_seqlens_q and cu_seqlens_k of packed sequences.
+        sides: kv_lengths, page_table, k_scale and v_scale, where they are given.
     """
 
     query: Tensor
@@ -33,6 +34,7 @@ class Call:
     scale: float | None = None
     block_table: Any = None
     cu_seqlens: tuple[Tensor, Tensor | None] | None = None
+    sides: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, attention: Attention) -> Outputs:
         """Make the call."""
@@ -43,6 +45,7 @@ class Call:
             cu_seqlens_q=queries,
             cu_seqlens_k=keys,
             validate=self.block_table is not None,
+            **self.sides,
         )
         return in_order(output, attention), aux.lse, aux.max_scores
 
@@ -221,6 +224,52 @@ def packed(attention: Attention, call: Call) -> Outputs:
     )
 
 
+def in_pages(attention: Attention, call: Call) -> Outputs:
+    """Compute with keys and values in pages that lie in no order, among what must not be read."""
+    ordered, size = _ordered(attention, call), 16
+    batch, (_, heads, kv_len, _) = ordered.query.shape[0], ordered.key.shape
+    if not kv_len or not batch:
+        return ordered.run(_recompiled(attention))
+    count = -(-kv_len // size)
+    order = torch.randperm(batch * count + 3, generator=torch.Generator().manual_seed(1))[: batch * count]
+    table = order.view(batch, count).to(ordered.query.device, torch.int32)
+
+    def paged(tensor: Tensor) -> Tensor:
+        whole = tensor.expand(batch, *tensor.shape[1:]).double()
+        padded = torch.nn.functional.pad(whole, (0, 0, 0, count * size - kv_len), value=torch.nan)
+        pages = whole.new_full((batch * count + 3, heads, size, tensor.shape[3]), torch.nan)
+        pages[table.long()] = padded.view(batch, heads, count, size, tensor.shape[3]).transpose(1, 2)
+        return pages.to(tensor.dtype)
+
+    lengths = ordered.sides.get("kv_lengths")
+    lengths = torch.full((batch,), kv_len, dtype=torch.int32, device=table.device) if lengths is None else lengths
+    sides = {**ordered.sides, "kv_lengths": lengths, "page_table": table}
+    key, value = paged(ordered.key), paged(ordered.value)
+    return dataclasses.replace(ordered, key=key, value=value, sides=sides).run(_recompiled(attention))
+
+
+def scaled_cache(attention: Attention, call: Call) -> Outputs:
+    """Compute with keys of half and values of twice the size, and scales that undo it; float8 cannot halve exactly."""
+    ordered = _ordered(attention, call)
+    key, value, factor = ordered.key, ordered.value, 1.0
+    if key.element_size() > 1:
+        key, value, factor = key * 0.5, value * 2.0, 2.0
+    # A tensor of scales is float32, and what it is multiplied with then too.
+    is_double = key.dtype == torch.float64
+    k_scale = factor if is_double else torch.full((key.shape[1],), factor, device=key.device)
+    sides = {**ordered.sides, "k_scale": k_scale, "v_scale": 1 / factor}
+    return dataclasses.replace(ordered, key=key, value=value, sides=sides).run(_recompiled(attention))
+
+
+def once_warm(attention: Attention, call: Call) -> Outputs:
+    """Compute as usual inference does, once its form has been seen."""
+    _, lse, max_scores = call.run(attention)
+    tensors = (call.query, call.key, call.value, call.scale)
+    with torch.no_grad():
+        outputs = [attention(*tensors, block_table=call.block_table, **call.sides) for _ in range(3)]
+    return in_order(outputs[-1], attention), lse, max_scores
+
+
 def _concatenated(parts: list[Outputs], axis: int) -> Outputs:
     output, lse, max_scores = (torch.cat(tensors, dim=axis) for tensors in zip(*parts, strict=True))
     return output, lse, max_scores
@@ -241,5 +290,14 @@ WAYS: dict[str, Callable[[Attention, Call], Outputs]] = {
     OF_LISTED_BLOCKS: block_mask,
     "with a table made before": derived_table,
     "as packed sequences": packed,
+    "in pages": in_pages,
+    "with scales of keys and values": scaled_cache,
+    "when it is warm": once_warm,
 }
+WITHOUT_GRADIENTS = ("in pages", "with scales of keys and values", "when it is warm")
+OF_A_CACHE = (  # with kv_lengths
+    *WITHOUT_GRADIENTS,
+    *("with heads in reverse", "with the smallest tiles", "in a dense loop", "with the mask in the score_mod"),
+    *("in two parts of queries", "in two parts of keys", "with a number added to each row", "in the other layout"),
+)
 OF_PACKED = ("with heads in reverse", "with the smallest tiles", "in a dense loop", "with the mask in the score_mod")

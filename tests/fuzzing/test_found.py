@@ -39,6 +39,13 @@ def test_float_division_that_floors_has_a_gradient_in_float64():
     check_call(flexgen.compile(score_mod), *inputs(7, "float64", requires_grad=True), backward=True)
 
 
+def test_a_choice_of_two_numbers_keeps_the_digits_of_float64():
+    def score_mod(score, b, h, q, k):
+        return score + 0.2 * score.masked_fill(h >= k, -1e4)
+
+    check_call(flexgen.compile(score_mod), *inputs(7, "float64", requires_grad=True), backward=True)
+
+
 def test_float_division_floors_the_exact_quotient():
     """0.1 is a little more than a tenth, so that 1 // 0.1 is 9, while 1 / 0.1 rounds to 10."""
     table = torch.tensor([1.0, 0.5, 0.9, -1.0, -0.3, 7.0, 1e30, 0.0])
