@@ -17,9 +17,16 @@ from flexgen.aux_outputs import NO_AUX, AuxRequest, aux_output, read_aux_request
 from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.dropout import read_dropout, read_probability
-from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.errors import (
+    NoFeasiblePlanError,
+    OptionError,
+    OutOfResourcesError,
+    ProblemTypeError,
+    UnsupportedProblemError,
+)
 from flexgen.export import export_module
 from flexgen.extras import NO_EXTRAS, Extras, given_sides
+from flexgen.fitting import Fitting, nothing_smaller
 from flexgen.ir.graph import Axis
 from flexgen.jagged import is_nested, read_jagged
 from flexgen.lowered import Lowered
@@ -121,9 +128,15 @@ class Attention:
         self._requests: OrderedDict[Hashable, TableRequest] = OrderedDict()  # of explicit tables
         self._tables = Tables(self._forward_options)
         self._training = Training(options.backward(), self._tables)
+        self._fitting = Fitting()
         self._scales: dict[float, None] = {}
         self._tuned: dict[Hashable, Attention] = {}
         self._lock = threading.RLock()
+
+    @property
+    def understood(self) -> tuple[Understood, ...]:
+        """What is known of the mods, once for each capture that a call needed."""
+        return tuple(self._understood.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the callables and options alone.
@@ -327,17 +340,47 @@ class Attention:
             refuse_gradients(extras.sides, key)
             extras = extras.with_lse()
         prepared, buffers = self._ready(reading, tensors, extras)
+        try:
+            outputs = self._launched(prepared, reading, tensors, buffers, extras, records=records)
+        except OutOfResourcesError as error:
+            return self._run_with_less(prepared, error, lambda: self.run(reading, tensors, extras))
+        if self.options.layout == "bshd":
+            outputs["output"] = outputs["output"].transpose(1, 2)
+        return outputs
+
+    def _launched(
+        self,
+        prepared: Prepared,
+        reading: Reading,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        buffers: Any,
+        extras: Extras,
+        *,
+        records: bool,
+    ) -> dict[str, torch.Tensor]:
         lists: Mapping[str, Any] = {}
         if prepared.request is not None:
             values = Values(reading.buffers, buffers, reading.scalars)
             lists = self._tables.lists(prepared.request, extras.block_table, values)
         if records:
-            outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras)
-        else:
-            outputs = prepared.run(_named(tensors, extras), buffers, reading.scalars, lists)
-        if self.options.layout == "bshd":
-            outputs["output"] = outputs["output"].transpose(1, 2)
-        return outputs
+            return self._recorded(prepared, reading, tensors, buffers, lists, extras)
+        return prepared.run(_named(tensors, extras), buffers, reading.scalars, lists)
+
+    def _run_with_less(
+        self, prepared: Prepared, error: OutOfResourcesError, run: Callable[[], dict[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Run a call again with a plan that takes less, as the kernel of the first one did not fit the device."""
+        with self._lock:
+            key = next((key for key, kernel in self._kernels.items() if kernel is prepared.kernel), None)
+            if key is not None:  # else another thread has been here
+                kernel = self._kernels.pop(key)
+                self._fitting.take_less(key, kernel.plan, error)
+                for form in [form for form, kept in self._prepared.items() if kept.kernel is kernel]:
+                    del self._prepared[form]
+        try:
+            return run()
+        except (NoFeasiblePlanError, OptionError):
+            raise nothing_smaller(error, self._forward_options) from error
 
     def _ready(
         self,
@@ -778,7 +821,7 @@ class Attention:
         with self._lock:
             kernel = self._kernels.get(key)
             if kernel is None or kernel.owner is not captured:
-                forward = self._compile(call, target)
+                forward = self._compile(call, self._fitting.target(key, target))
                 plan, source = forward.plan, forward.source
                 _log.info(
                     "forward for %s, query %s: tile %s x %s, emitted as %s",

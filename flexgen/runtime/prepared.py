@@ -43,7 +43,7 @@ class Prepared:
         keep: tuple[object, ...],
         request: TableRequest | None = None,
     ) -> None:
-        self.request = request
+        self.kernel, self.request = kernel, request
         self.basis: Any = None  # makes what the backward needs to know; set by whoever prepares
         self._warm: WarmLaunch | None = None
         self._outputs, self._layout = outputs, layout

@@ -176,7 +176,7 @@ from flexgen.runtime.cache import SourceCache
 from flexgen.runtime.interpret import interpret
 from flexgen.runtime.load import load_module
 text = {HEADER + kernels.ADD!r}
-module = load_module(SourceCache(pathlib.Path({str(tmp_path)!r}) / "cache").get("keykeykey", lambda: text))
+module = load_module(SourceCache(pathlib.Path({str(tmp_path)!r}) / "cache").keep("keykeykey", text))
 left, out = torch.randn(16), torch.zeros(16)
 interpret(module, "add", (1, 1, 1), [left, left, out, 16])
 assert torch.equal(out, left + left)

@@ -29,6 +29,7 @@ LAYERS = (
         "dropout",
         "explain",
         "extras",
+        "fitting",
         "jagged",
         "explain_score",
         "explain_work",
@@ -47,6 +48,7 @@ LAYERS = (
         "work",
     },
     {"integrations"},
+    {"fuzzing"},
     {"commands", "cli", "__main__"},
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
@@ -57,6 +59,7 @@ ALLOWED_IN = {
     "rich": {"commands"},
     "matplotlib": {"commands"},
     "attn_gym": set(),
+    "hypothesis": {"fuzzing"},
     "transformers": {"integrations"},
 }
 IR_MAY_IMPORT = {"torch", "flexgen", "numpy"}
