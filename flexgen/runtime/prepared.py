@@ -41,8 +41,9 @@ class Prepared:
     ) -> None:
         self.request = request
         self.basis: Any = None  # makes what the backward needs to know; set by whoever prepares
+        self.columns_outside = outputs.columns_outside
         self._outputs = outputs
-        self._is_like_query = outputs.is_like(launch.tensors["query"])
+        self._is_like_query = outputs.is_like_query
         self._keep = keep
         launch = kernel.settled(launch)
         self._scratch = kernel.scratch_elements(launch)
