@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value
 from torch.overrides import TorchFunctionMode
 
 from flexgen.capture.live import LiveMods, NumberHistory
@@ -60,11 +59,11 @@ class Captures:
 
     def is_symbol(self, number: int) -> bool:
         """Whether an integer stays a symbol."""
-        return self.keeps_symbols and not has_static_value(number)
+        return self.keeps_symbols and not torch.fx.experimental.symbolic_shapes.has_static_value(number)
 
     def sizes(self, tensor: torch.Tensor) -> tuple[int | None, ...]:
         """Return a captured tensor's sizes, None for those that stay symbols."""
-        return tuple([None if self.is_symbol(size) else int(guard_scalar(size)) for size in tensor.shape])
+        return tuple([None if self.is_symbol(size) else int(_guarded(size)) for size in tensor.shape])
 
 
 # Before torch 2.13, torch.compile cannot look into every closure's cells, nor in 2.11 take a bound method apart.
@@ -131,7 +130,12 @@ class Recorder(TorchFunctionMode):
         if type(value) is int and self.captures.is_symbol(value):
             self.captures.symbols.append(value)
             return "symbol", len(self.captures.symbols) - 1
-        return "constant", guard_scalar(value)
+        return "constant", _guarded(value)
+
+
+def _guarded(number: Any) -> Any:
+    """Return a number as a constant that a guard holds on to."""
+    return torch.fx.experimental.symbolic_shapes.guard_scalar(number)  # an import would load sympy for everyone
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:

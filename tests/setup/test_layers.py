@@ -32,6 +32,7 @@ LAYERS = (
         "jagged",
         "explain_work",
         "lowered",
+        "patch",
         "pickling",
         "prepared_backward",
         "pipeline",
