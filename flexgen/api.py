@@ -123,6 +123,7 @@ _warn_of_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _attentions: dict[tuple[Any, ...], Attention] = {}
+_latest: dict[tuple[Any, ...], Attention] = {}  # by the code of the mods
 _MAX_ATTENTIONS = 256
 
 
@@ -131,7 +132,17 @@ def _attention(score_mod: Any, mask_mod: Any, options: Options) -> Attention:
     key = (id(score_mod), id(mask_mod), options)  # callables may be unhashable, or equal without being the same
     found = _attentions.get(key)
     if found is None or found.score_mod is not score_mod or found.mask_mod is not mask_mod:
-        if len(_attentions) >= _MAX_ATTENTIONS:
-            _attentions.pop(next(iter(_attentions)))
-        found = _attentions[key] = compile(score_mod, mask_mod, options)
+        # A decode step may bring fresh closures of the code of the step before, as torch's PagedAttention makes them.
+        of_code = (_code(score_mod), _code(mask_mod), options)
+        like = _latest.get(of_code)
+        found = compile(score_mod, mask_mod, options) if like is None else like.of_the_same_code(score_mod, mask_mod)
+        for kept, at in ((_attentions, key), (_latest, of_code)):
+            if len(kept) >= _MAX_ATTENTIONS:
+                kept.pop(next(iter(kept)))
+            kept[at] = found
     return found
+
+
+def _code(mod: Any) -> Any:
+    """Return what fresh mods of the same code have in common."""
+    return getattr(mod, "__code__", type(mod))

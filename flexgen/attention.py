@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
+from flexgen.aux_outputs import NO_AUX, AuxRequest, aux_output, read_aux_request
 from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.dropout import read_dropout, read_probability
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.export import export_module
 from flexgen.extras import NO_EXTRAS, Extras, given_sides
 from flexgen.ir.graph import Axis
 from flexgen.jagged import is_nested, read_jagged
@@ -75,6 +76,7 @@ from flexgen.torch_library.spec import AT_ZERO, Starts
 from flexgen.training import Basis, Called, Training
 from flexgen.tuning.autotune import autotuned_settings, refuse_autotune
 from flexgen.tuning.tune import TuningSubject
+from flexgen.warm_calls import WarmCalls
 
 _log = logging.getLogger("flexgen")
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
@@ -115,6 +117,7 @@ class Attention:
         self._understood: dict[int, Understood] = {}
         self._kernels: dict[Hashable, Kernel] = {}
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._warm = WarmCalls(self._mods, self._found, self._scalar_form)
         self._requests: OrderedDict[Hashable, TableRequest] = OrderedDict()  # of explicit tables
         self._tables = Tables(self._forward_options)
         self._training = Training(options.backward(), self._tables)
@@ -205,6 +208,18 @@ class Attention:
                 no probability.
             OptionError: an option cannot be honoured for this problem.
         """
+        # The whole of a usual inference call, whose form is known.
+        if (
+            return_aux is block_table is cu_seqlens_q is cu_seqlens_k is sinks is None
+            and generator is None
+            and dropout_p == 0
+            and dropout_p is not False
+            and not validate
+        ):
+            sides = given_sides(kv_lengths, page_table, k_scale, v_scale)
+            output = self._warm.output(query, key, value, scale, sides)
+            if output is not None:
+                return output
         aux = read_aux_request(return_aux)
         packing = packing_of(cu_seqlens_q, cu_seqlens_k)
         jagged = None
@@ -267,6 +282,21 @@ class Attention:
         """Return an attention of the same captured mods, so that block tables made for one serve the other."""
         made = Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
         made._mods, made._understood = self._mods, self._understood
+        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
+        return made
+
+    def of_the_same_code(self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None) -> Attention:
+        """Return an attention of other mods, which shares all that was captured, compiled and prepared.
+
+        Args:
+            score_mod, mask_mod: usually fresh closures of the code of this one's; others are captured anew.
+        """
+        made = object.__new__(Attention)
+        vars(made).update(vars(self))
+        made.score_mod, made.mask_mod = score_mod, mask_mod
+        made._mods = self._mods.of_the_same_code(score_mod, mask_mod)
+        made._forms = OperatorForms(made._mods, made.options)
+        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
         return made
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -452,6 +482,60 @@ class Attention:
         backward = self._training.lower(_basis(call, chip), call.launch, loss_reads_lse) if trains else None
         return Lowered(call.understood, forward, divisible, second_divisible, table, backward)
 
+    def export(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None = None,
+        return_aux: AuxRequest | None = None,
+        *,
+        target: str | None = None,
+        kv_lengths: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        dropout_p: float = 0,
+    ) -> str:
+        """Return the text of a stand-alone Python module for calls like this one; see docs/export.md.
+
+        It imports torch and triton alone, holds the kernels and the exact plans, and its `attention` takes query, key
+        and value, then what the mods captured, and refuses calls that it was not compiled for.
+
+        Args:
+            query, key, value: as for a call; real, meta or fake. If one of them or of the captured tensors requires
+                grad, the module has the backward too, for the gradients of those that do.
+            scale: is a constant of the module.
+            return_aux: with `lse`, its `attention` returns the logsumexp beside the output.
+            target: as for `lower`.
+            kv_lengths, page_table, k_scale, v_scale: as for a call; `attention` takes what is given, but for a k_scale
+                that is a number and part of the constant scale.
+            cu_seqlens_q, cu_seqlens_k: as for a call; only their dtype matters. With them, `attention` takes both.
+            dropout_p: as for a call. With more than 0, `attention` takes `dropout_p` and `generator`.
+
+        Raises:
+            UnsupportedProblemError: the maxima of scores are asked for, or the kernels cannot stand alone.
+        """
+        aux = read_aux_request(return_aux)
+        lowered = self.lower(
+            query,
+            key,
+            value,
+            scale,
+            aux,
+            target=target,
+            kv_lengths=kv_lengths,
+            page_table=page_table,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            dropout_p=dropout_p,
+        )
+        return export_module(lowered, layout=self.options.layout, aux=aux, how="attention.export(query, key, value)")
+
     def block_table(
         self,
         query: torch.Tensor,
@@ -514,8 +598,8 @@ class Attention:
         extras: Extras,
     ) -> Hashable:
         """Return what decides everything about a call but addresses and values; None where that is not settled."""
-        scale, block_table = extras.scale, extras.block_table
-        if (scale is not None and type(scale) not in (float, int)) or query.is_meta:
+        scale, block_table, sides = extras.scale, extras.block_table, extras.sides
+        if (scale is not None and type(scale) not in (float, int)) or query.is_meta or key.is_meta or value.is_meta:
             return None
         if reading.buffers:
             refuse_distributed(reading.buffers)
@@ -532,11 +616,23 @@ class Attention:
             extras.aux.max_scores,
             extras.packing.form if extras.packing is not None else None,
             table_form(block_table) if block_table is not None else None,
-            tuple([_side_form(*named) for named in extras.sides.items()]) if extras.sides else None,
+            tuple([_side_form(*named) for named in sides.items()]) if sides else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]) if reading.buffers else None,
             self._scalar_form(reading, query, key) if reading.scalars else None,
             extras.dropout is not None,
         )
+
+    def _found(
+        self,
+        reading: Reading,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        sides: Mapping[str, Any],
+    ) -> Prepared | None:
+        """Return the launch that was prepared for a call that brings nothing else, if it was."""
+        return self._prepared.get(self._form(reading, query, key, value, Extras(scale, NO_AUX, sides=sides)))
 
     def _scalar_form(self, reading: Reading, query: torch.Tensor, key: torch.Tensor) -> Hashable:
         """Return what a kernel's choice depends on in captured numbers: size classes, and whether a proof holds."""
@@ -699,7 +795,8 @@ class Attention:
         target = target_of(call.launch.device)
         derived, parts = call.derived, (call.understood, call.launch)
         request = self._tables.request(*parts, derived, call.guard, target) if derived else None
-        prepared = Prepared(self._kernel(call), call.launch, call.outputs, (call.understood, kept), request)
+        layout, keep = self.options.layout, (call.understood, kept)
+        prepared = Prepared(self._kernel(call), call.launch, call.outputs, layout, keep, request)
         prepared.basis = _basis(call, target)
         self._keep(self._prepared, form, prepared)
         return prepared

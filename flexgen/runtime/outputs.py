@@ -21,7 +21,6 @@ class OutputForm:
     Attributes:
         shape: [B, Hq, Lq, Dv] of the attention output.
         order: which of batch (0), heads (1) and rows (2) lies outermost in memory, and so on; columns lie innermost.
-        is_like_query: the output alone is wanted, in the query's own form: then torch.empty_like makes it, faster.
         columns_outside: the query's columns do not lie innermost; what a kernel wrote is laid out anew, see `as_query`.
         aux_dtype: float32, or float64 for float64 inputs.
         logsumexp, max_scores: which auxiliary outputs, [B, Hq, Lq], are wanted.
@@ -34,7 +33,6 @@ class OutputForm:
     logsumexp: bool
     max_scores: bool
     tail: bool = False
-    is_like_query: bool = False
     columns_outside: bool = False
 
     @property
@@ -66,16 +64,13 @@ def output_form(launch: Launch, layout: str, *, logsumexp: bool, max_scores: boo
     *order, innermost = (0, 2, 1, 3) if layout == "bshd" else memory_order(query)
     columns_outside = innermost != 3
     batch, heads, rows = (axis for axis in (*order, innermost) if axis != 3)
-    shape = (launch.batch, launch.q_heads, launch.q_len, value.shape[3])
-    is_like_query = layout == "bhsd" and tuple(query.shape) == shape and query.is_contiguous()
     return OutputForm(
-        shape=shape,
+        shape=(launch.batch, launch.q_heads, launch.q_len, value.shape[3]),
         order=(batch, heads, rows),
         aux_dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
         logsumexp=logsumexp,
         max_scores=max_scores,
         tail=tail,
-        is_like_query=is_like_query and not (logsumexp or max_scores or tail),
         columns_outside=columns_outside,
     )
 

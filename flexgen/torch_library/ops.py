@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flexgen.errors import UnsupportedProblemError
-from flexgen.runtime.differentiable import double_backward
+from flexgen.runtime.differentiable import double_backward, refuse_gradients
 from flexgen.torch_library.run import Arguments, fake_backward, fake_forward, run_backward, run_forward
 from flexgen.torch_library.traced_masks import run_block_states, run_mask
 
@@ -55,6 +55,7 @@ def _(*arguments: Any) -> list[torch.Tensor]:
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     query, key, value, buffers, lists, offsets, seed, *plain = inputs
+    refuse_gradients((), key)
     present = [tensor for tensor in lists if tensor is not None]
     ctx.save_for_backward(query, key, value, output[0], output[1], output[3], seed, *buffers, *offsets, *present)
     ctx.counts = (len(buffers), len(offsets), [tensor is not None for tensor in lists])
