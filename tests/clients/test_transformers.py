@@ -113,6 +113,47 @@ def test_greedy_generation(family, cache):
     assert torch.equal(found, expected)
 
 
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+PAIRED = {"d_model": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 1}
+PAIRED |= {"decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+PAIRED |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+RANKS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24}
+EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+IMAGES = {"image_size": 32, "patch_size": 8}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Bert": SMALL,
+    "ModernBert": SMALL | {"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2},
+    "T5": {"vocab_size": 64, "d_model": 64, "d_kv": 16, "num_layers": 2, "num_heads": 4, "d_ff": 64},
+    "Bart": {"vocab_size": 64, **PAIRED},
+    "Whisper": {"vocab_size": 64, "num_mel_bins": 8, "max_source_positions": 20, **PAIRED},
+    "ViT": SMALL | IMAGES,
+    "DeepseekV3": SMALL | {"num_key_value_heads": 4, **RANKS, **EXPERTS},
+    "GPTNeoX": SMALL,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_kinds_of_models(name):
+    """Encoders, learned position biases, cross attention, no mask at all, value rows of another size."""
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**OTHERS[name])).eval()
+    right_padded = PADDED.flip(1)
+    inputs: dict[str, Any] = {"input_ids": TOKENS, "attention_mask": right_padded}
+    if name in ("T5", "Bart", "Whisper"):
+        inputs["decoder_input_ids"] = TOKENS[:, :9]
+    if name == "Whisper":
+        inputs = {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": TOKENS[:, :9]}
+    if name == "ViT":
+        inputs = {"pixel_values": torch.randn(2, 3, 32, 32)}
+
+    def run(model):
+        with torch.no_grad():
+            hidden = model(**inputs)[0]
+        return hidden[right_padded.bool()] if hidden.shape[1] == 24 else hidden
+
+    assert_close(with_each(model, run))
+
+
 def test_packed_sequences_see_themselves_alone():
     model = model_of("Llama")
     positions = torch.cat([torch.arange(9), torch.arange(11), torch.arange(4)])[None]
