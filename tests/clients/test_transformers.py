@@ -76,7 +76,9 @@ def assert_close(pair: list[Any]) -> None:
     torch.testing.assert_close(pair[1], pair[0], atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("padding", [None, PADDED], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    "padding", [pytest.param(None, id="whole", marks=pytest.mark.slow), pytest.param(PADDED, id="padded")]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_gradients(family, padding):
     model = model_of(family)
