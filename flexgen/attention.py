@@ -54,7 +54,7 @@ from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_
 from flexgen.runtime.dropout import SEED, Dropout
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
-from flexgen.runtime.outputs import OutputForm, output_form
+from flexgen.runtime.outputs import OutputForm, as_query, output_form
 from flexgen.runtime.packing import (
     Packing,
     check_contents,
@@ -257,7 +257,7 @@ class Attention:
             )
             return result if jagged is None else jagged.nested(result)
         dropout = read_dropout(dropout_p, generator, query)
-        aux_needed = aux if sinks is None else replace(aux, lse=True)
+        aux_needed = aux if sinks is None else aux._replace(lse=True)
         extras = Extras(scale, aux_needed, block_table, packing, validate, dropout, sides)
         if needs_operator(query, key, value):
             outputs = self._through_operator(tensors, extras)
@@ -346,6 +346,8 @@ class Attention:
             return self._run_with_less(prepared, error, lambda: self.run(reading, tensors, extras))
         if self.options.layout == "bshd":
             outputs["output"] = outputs["output"].transpose(1, 2)
+        elif prepared.columns_outside:
+            outputs["output"] = as_query(outputs["output"], query)
         return outputs
 
     def _launched(
@@ -503,7 +505,7 @@ class Attention:
             packing, (query, key, value) = jagged.packing, jagged.tensors
         reading = self._read(query, key, value)
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
-        loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
+        loss_reads_lse, aux = aux.lse, aux._replace(lse=aux.lse or trains)
         chip = target_named(target) if target else _offline_target(query)
         p = read_probability(dropout_p)
         dropout = Dropout(p, torch.empty(2, dtype=torch.int64, device="meta")) if p > 0.0 else None

@@ -36,6 +36,7 @@ LAYERS = (
         "export",
         "export_binary",
         "lowered",
+        "patch",
         "pickling",
         "prepared_backward",
         "pipeline",
