@@ -12,7 +12,7 @@ MAX_TEST_PROCESSES ?= 8
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-slow regen lint format install clean
+.PHONY: help demo test test-gpu test-slow regen docs lint format install clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' Makefile | expand -t 12
@@ -31,6 +31,9 @@ test-slow: $(INSTALLED) ## run the tests that take minutes
 
 regen: $(INSTALLED) ## rewrite the golden files
 	$(PYTEST) --regen
+
+docs: $(INSTALLED) ## build the documentation site into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(INSTALLED) ## check style, formatting and types
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.dropout import read_dropout, read_probability
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.export import export_module
 from flexgen.extras import NO_EXTRAS, Extras, given_sides
 from flexgen.ir.graph import Axis
 from flexgen.jagged import is_nested, read_jagged
@@ -478,6 +479,60 @@ class Attention:
         table = compile_table(call.understood, form, call.guard, chip, Axis.KV) if form else None
         backward = self._training.lower(_basis(call, chip), call.launch, loss_reads_lse) if trains else None
         return Lowered(call.understood, forward, divisible, second_divisible, table, backward)
+
+    def export(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None = None,
+        return_aux: AuxRequest | None = None,
+        *,
+        target: str | None = None,
+        kv_lengths: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        k_scale: torch.Tensor | float | None = None,
+        v_scale: torch.Tensor | float | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        dropout_p: float = 0,
+    ) -> str:
+        """Return the text of a stand-alone Python module for calls like this one; see docs/export.md.
+
+        It imports torch and triton alone, holds the kernels and the exact plans, and its `attention` takes query, key
+        and value, then what the mods captured, and refuses calls that it was not compiled for.
+
+        Args:
+            query, key, value: as for a call; real, meta or fake. If one of them or of the captured tensors requires
+                grad, the module has the backward too, for the gradients of those that do.
+            scale: is a constant of the module.
+            return_aux: with `lse`, its `attention` returns the logsumexp beside the output.
+            target: as for `lower`.
+            kv_lengths, page_table, k_scale, v_scale: as for a call; `attention` takes what is given, but for a k_scale
+                that is a number and part of the constant scale.
+            cu_seqlens_q, cu_seqlens_k: as for a call; only their dtype matters. With them, `attention` takes both.
+            dropout_p: as for a call. With more than 0, `attention` takes `dropout_p` and `generator`.
+
+        Raises:
+            UnsupportedProblemError: the maxima of scores are asked for, or the kernels cannot stand alone.
+        """
+        aux = read_aux_request(return_aux)
+        lowered = self.lower(
+            query,
+            key,
+            value,
+            scale,
+            aux,
+            target=target,
+            kv_lengths=kv_lengths,
+            page_table=page_table,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            dropout_p=dropout_p,
+        )
+        return export_module(lowered, layout=self.options.layout, aux=aux, how="attention.export(query, key, value)")
 
     def block_table(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from flexgen.explain_score import score_facts
 from flexgen.ir.simplify import Simplified
 from flexgen.lowering.blocks import BlockRule
 from flexgen.lowering.decision import Decision
@@ -24,7 +25,7 @@ def explain(plan: ForwardPlan, facts: MaskFacts, simplified: Simplified, rule: B
     """
     sections = [
         f"forward kernel for {plan.target.name}",
-        "facts\n" + textwrap.indent(facts.describe(), "  "),
+        "facts\n" + textwrap.indent("\n".join([facts.describe(), *_score(simplified, plan)]), "  "),
         "schedule\n" + textwrap.indent(_schedule(plan), "  "),
         "decisions\n" + "\n".join(line for decision in plan.decisions for line in _decision(decision)),
     ]
@@ -45,6 +46,10 @@ def explain_backward(name: str, plan: AnyBackwardPlan | GluonBackwardPlan) -> st
         "decisions\n" + "\n".join(line for decision in plan.decisions for line in _decision(decision)),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _score(simplified: Simplified, plan: WalkPlan) -> list[str]:
+    return [f"{label:<18} {text}" for label, text in score_facts(simplified.mods.score, plan.query_dtype)]
 
 
 def _schedule(plan: WalkPlan | GluonBackwardPlan) -> str:

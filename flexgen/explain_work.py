@@ -12,13 +12,18 @@ _UNITS = {"matrix unit": "FLOP/s", "memory": "B/s", "exponentials": "/s"}
 
 def explain_work(work: Work, sizes: Sizes) -> str:
     """Return the work report of one kernel as text."""
-    rows = [*_count_rows(work, sizes), *_chip_rows(work, sizes)]
+    rows = work_rows(work, sizes)
     title = f"predicted work of {work.kernel}, shape {sizes}"
     return "\n".join([title, *(f"  {label:<18} {text}" for label, text in rows)]) + "\n"
 
 
-def _count_rows(work: Work, sizes: Sizes) -> list[tuple[str, str]]:
-    visited, pairs = work.visited, sizes.B * sizes.Hq * sizes.Lq * sizes.Lk
+def work_rows(work: Work, sizes: Sizes) -> list[tuple[str, str]]:
+    """Return label and text of each line of the work report."""
+    return [*_count_rows(work), *_chip_rows(work, sizes)]
+
+
+def _count_rows(work: Work) -> list[tuple[str, str]]:
+    visited, pairs = work.visited, work.visited.pairs
     estimated = ", estimated from a part of them" if visited.estimated else ""
     walked, owners = _WALKED.get(work.kernel, ("query and grad_output", "keys"))
     moved = ", ".join(f"{name} {quantity(number, 'B')}" for name, number in work.memory_bytes.items())
@@ -65,7 +70,7 @@ def _best(work: Work, bound: Bound, sizes: Sizes) -> str:
     if work.kernel != "forward" or not work.visited.live:
         return ""
     best = useful_flops(sizes, work.visited.live) / bound.seconds
-    return f", {best / 1e12:.3g} TFLOP/s over live pairs or less"
+    return f", {_rounded(best / 1e12)} TFLOP/s over live pairs or less"
 
 
 def _rate(bound: Bound) -> str:
@@ -80,16 +85,21 @@ def quantity(number: float, unit: str) -> str:
     """Return a number with three digits and a prefix: "4.19 MB"."""
     for size, prefix in _PREFIXES:
         if number >= size:
-            return f"{number / size:.3g} {prefix}{unit}"
-    return f"{number:.3g} {unit}".rstrip()
+            return f"{_rounded(number / size)} {prefix}{unit}"
+    return f"{_rounded(number)} {unit}".rstrip()
 
 
 def duration(seconds: float) -> str:
     """Return a time with three digits: "12.3 us"."""
     for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= size:
-            return f"{seconds / size:.3g} {name}"
-    return f"{seconds / 1e-9:.3g} ns"
+            return f"{_rounded(seconds / size)} {name}"
+    return f"{_rounded(seconds / 1e-9)} ns"
+
+
+def _rounded(number: float) -> str:
+    """Return a number with three digits, never in the form 1e+03."""
+    return f"{float(f'{number:.3g}'):g}"
 
 
 def share(part: float, whole: float) -> str:

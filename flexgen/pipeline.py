@@ -164,11 +164,13 @@ class BackwardKernels:
         delta: prepares the rows.
         passes: the others.
         score_grad: the gradients of the score_mod, if there is one.
+        wanted: the gradients that they compute.
     """
 
     delta: tuple[KernelSource, DeltaPlan]
     passes: tuple[tuple[KernelSource, AnyBackwardPlan], ...]
     score_grad: ScoreGrad | None
+    wanted: Wanted
 
 
 def compile_backward(
@@ -192,4 +194,4 @@ def compile_backward(
     passes = tuple((emit(mods, understood.origins, grad, plan), plan) for plan, emit in chosen.plans)
     from_logsumexp = wanted.from_logsumexp
     delta = choose_delta(problem, guard, target, has_grad_logsumexp=from_logsumexp, row_form=chosen.rows)
-    return BackwardKernels((emit_delta(delta), delta), passes, grad)
+    return BackwardKernels((emit_delta(delta), delta), passes, grad, wanted)

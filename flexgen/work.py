@@ -52,6 +52,7 @@ class Visited:
         programs: tiles of the side that programs own, one program each; of each split.
         walked_rows: rows of the other side that all programs load, in sum.
         read_rows: those of them that are different, each counted once a head of its tensor.
+        pairs: (query, key) pairs of all query heads, live or not; of packed sequences, those of one sequence.
         estimated: counted at some (batch, head) only, and scaled to all.
         splits: programs that share the walk of a tile, each of which leaves its rows for another kernel to combine.
     """
@@ -61,6 +62,7 @@ class Visited:
     programs: int
     walked_rows: int
     read_rows: int
+    pairs: int
     estimated: bool = False
     splits: int = 1
 

@@ -34,7 +34,7 @@ class SideText:
         lines: statements that compute the leaves and store their extremes; empty where there is no leaf.
         slot: where a block's extremes lie.
         loads: (name, load) of each extreme that the rule reads.
-        corners: whether the rule reads the block's first and last index.
+        reads_first, reads_last: whether the rule reads the block's first index, and its last.
         args: parameters of the kernel that reduces the leaves.
     """
 
@@ -43,7 +43,8 @@ class SideText:
     lines: tuple[str, ...]
     slot: str
     loads: tuple[tuple[str, str], ...]
-    corners: bool
+    reads_first: bool
+    reads_last: bool
     uses_batch: bool
     uses_heads: bool
     args: tuple[Arg, ...]
@@ -181,7 +182,8 @@ class BlockTableText:
             lines=tuple(lines),
             slot=_slot(name, axes),
             loads=tuple(self._loads(leaves)),
-            corners=self._reads(f"{name}_lo") or self._reads(f"{name}_hi"),
+            reads_first=self._reads(f"{name}_lo"),
+            reads_last=self._reads(f"{name}_hi"),
             uses_batch=Axis.B in axes,
             uses_heads=Axis.H in axes,
             args=(*summaries, *printer.args.values(), _length(f"{name.upper()}_LEN")),
@@ -303,7 +305,7 @@ def _slot(axis: str, axes: frozenset[Axis]) -> str:
 
 def _lengths_read(text: str, q: SideText, kv: SideText) -> Iterator[str]:
     for side in (q, kv):
-        if side.corners or side.length in text or side.uses_batch or side.uses_heads:
+        if side.reads_last or side.length in text or side.uses_batch or side.uses_heads:
             yield side.length
 
 

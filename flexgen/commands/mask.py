@@ -10,7 +10,7 @@ from flexgen.commands.console import Console, Span, counted, wrapped
 from flexgen.commands.explain import painted
 from flexgen.commands.mask_figure import mask_figure
 from flexgen.commands.mask_plot import Format, format_of, require_matplotlib, save
-from flexgen.commands.mask_subject import MaskSubject, Place, mask_subject
+from flexgen.commands.mask_subject import MaskSubject, Place, add_place, mask_subject, place_of
 from flexgen.commands.picture import CHECKED, LEGEND, NEEDLESS, draw, shrink
 from flexgen.commands.subject import Subject, choose_target, fitting_shape, load_subject
 from flexgen.commands.tile_map import Live, TileMap, Visit, map_tiles
@@ -37,8 +37,7 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     add_problem(parser, dtype="bf16", dropout=False, packed=False)
-    parser.add_argument("--batch", type=int, default=0, metavar="B", help="which batch to picture (default: 0)")
-    parser.add_argument("--head", type=int, default=0, metavar="H", help="which query head to picture (default: 0)")
+    add_place(parser)
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the tiles into a PNG file (needs matplotlib)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the tiles into an SVG file (needs matplotlib)")
     parser.add_argument(
@@ -55,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     pictures = _pictures(arguments)
     subject = load_subject(arguments)
-    place = _place(arguments, subject.shape)
+    place = place_of(arguments, subject)
     lowered = subject.lower(choose_target(arguments.target, console))
     facts = _facts(lowered)
     _write_facts(subject, lowered, facts, console)
@@ -83,13 +82,6 @@ def _pictures(arguments: argparse.Namespace) -> list[tuple[Path, Format]]:
     if wanted:
         require_matplotlib()
     return wanted
-
-
-def _place(arguments: argparse.Namespace, shape: Shape) -> Place:
-    for name, value, size in (("batch", arguments.batch, shape.B), ("head", arguments.head, shape.Hq)):
-        if not 0 <= value < size:
-            raise OptionError(f"--{name} {value} is outside of the shape", fix=f"choose one from 0 to {size - 1}")
-    return Place(arguments.batch, arguments.head)
 
 
 def _facts(lowered: Lowered) -> MaskFacts:

@@ -55,7 +55,10 @@ def predict(subject: Subject, lowered: Lowered) -> tuple[Work, ...]:
     grad = backward.kernels.score_grad if backward else None
     works = []
     for name, plan in kernels:
-        visited = count_visited(mask, plan, lowered)
+        if subject.packed is None:
+            visited = count_visited(mask, plan, lowered)
+        else:
+            visited = _visited_of_sequences(subject, subject.packed, plan, lowered)
         functions = special_functions(plan, root, grad)
         works.append(predict_work(name, plan, subject.shape, visited, functions, _captured_bytes(mask, visited)))
     return tuple(works)
@@ -65,7 +68,7 @@ def count_visited(mask: MaskSubject, plan: WalkPlan, lowered: Lowered) -> Visite
     """Count what a kernel visits over all batches and heads: once where the mask is the same for each."""
     shape, packed = mask.shape, packed_heads(plan)
     if 0 in (shape.B, shape.Hq, shape.Lq, shape.Lk):
-        return Visited(0, 0, 0, 0, 0)
+        return Visited(0, 0, 0, 0, 0, 0)
     places = _places(mask)
     chosen = _spread(places)
     counted = [_count(mask.at(place), plan, lowered) for place in chosen]
@@ -81,9 +84,31 @@ def count_visited(mask: MaskSubject, plan: WalkPlan, lowered: Lowered) -> Visite
         programs=programs,
         walked_rows=round(tiles * (plan.BLOCK_M if walks_queries else plan.BLOCK_N)),
         read_rows=round(sum(each.read_rows for each in counted) * of_heads),
+        pairs=shape.B * shape.Hq * shape.Lq * shape.Lk,
         estimated=len(chosen) < len(places) or any(each.estimated for each in counted),
         splits=_splits(plan, programs, shape),
     )
+
+
+def _visited_of_sequences(subject: Subject, lengths_of: tuple[int, ...], plan: WalkPlan, lowered: Lowered) -> Visited:
+    """Count what a kernel visits of packed sequences: each is one of a batch, with lengths of its own."""
+    found: dict[tuple[int, int], Visited] = {}
+    graph = lowered.understood.mods.mask
+    by_number = graph is not None and Axis.B in graph.root.axes
+    total = [0] * 5
+    estimated = False
+    for number, length in enumerate(lengths_of):
+        key = (number if by_number else 0, length)
+        if key not in found:
+            found[key] = count_visited(mask_subject(subject, Place(number)), plan, lowered)
+        one = found[key]
+        parts = (one.live, one.tiles, one.walked_rows, one.read_rows, one.pairs)
+        total = [old + new for old, new in zip(total, parts, strict=True)]
+        estimated |= one.estimated
+    block, heads = (plan.BLOCK_N, subject.shape.Hkv) if _walks_queries(plan) else (plan.BLOCK_M, subject.shape.Hq)
+    programs = (-(-sum(lengths_of) // block) + len(lengths_of)) * heads
+    live, tiles, walked_rows, read_rows, pairs = total
+    return Visited(live, tiles, programs, walked_rows, read_rows, pairs, estimated)
 
 
 def _splits(plan: WalkPlan, programs: int, shape: Shape) -> int:
@@ -103,7 +128,7 @@ def _places(mask: MaskSubject) -> list[Place]:
     axes = mask.graph.root.axes if mask.graph else frozenset()
     batches = range(mask.shape.B) if Axis.B in axes else range(1)
     heads = range(mask.shape.Hq) if Axis.H in axes else range(1)
-    return [Place(b, h) for b, h in itertools.product(batches, heads)]
+    return [Place(mask.place.b + b, h) for b, h in itertools.product(batches, heads)]
 
 
 def _spread(places: list[Place]) -> list[Place]:

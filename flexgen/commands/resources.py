@@ -15,7 +15,9 @@ from flexgen.commands.spills import spills, steps, write_spills, write_steps
 from flexgen.commands.subject import Subject, choose_target, load_subject
 from flexgen.commands.sweep import parse_sweep, settings_of, settings_text
 from flexgen.errors import FlexgenError
+from flexgen.lowered import Lowered
 from flexgen.lowering.targets import TARGETS, target_named
+from flexgen.tuning.compile_pool import CompilePool, usual_workers
 from flexgen.tuning.settings import Settings
 
 EXAMPLES = """\
@@ -111,21 +113,36 @@ def _write_steps(subject: Subject, wanted: list[Wanted], rows: list[Row], consol
     for row in rows:
         plan = row.built.plan
         own = settings[plan.target.name, row.setting or settings_text({})]
-        changed = [(step, {**own, **step}) for step in steps(plan)]
-        if not changed:
+        entry = row.built.entry
+        has_tanh = "tanh" in row.built.lowered.sources[entry].text
+        tried = [step for step in steps(plan) if has_tanh or not any(name.endswith("FAST_TANH") for name in step)]
+        lowered = [(step, _lower(subject, Wanted(plan.target.name, {**own, **step}), entry)) for step in tried]
+        if not lowered:
             continue
-        compiled = [
-            (step, _build_or_refusal(subject, Wanted(plan.target.name, both), row.built.entry))
-            for step, both in console.track(changed, f"compiling {row.built.entry}")
-        ]
+        _compile_at_once([low for _, low in lowered if isinstance(low, Lowered)], entry, console)
         console.line()
-        write_steps(row.built, compiled, console)
+        write_steps(row.built, [(step, _built(low, entry)) for step, low in lowered], console)
 
 
-def _build_or_refusal(subject: Subject, wanted: Wanted, entry: str) -> Built | str:
+def _lower(subject: Subject, wanted: Wanted, entry: str) -> Lowered | str:
+    """Return a lowering, or why there is none."""
     try:
-        lowered = subject.having(wanted.settings).lower(wanted.target, backward=entry != "forward")
-        return build_offline(lowered, entry)
+        return subject.having(wanted.settings).lower(wanted.target, backward=entry != "forward")
+    except FlexgenError as error:
+        return error.what
+
+
+def _compile_at_once(lowered: list[Lowered], entry: str, console: Console) -> None:
+    """Fill Triton's cache with a kernel of each lowering, in as many processes as there are processors."""
+    jobs = [low.compile_job(entry) for low in lowered]
+    with CompilePool(usual_workers()) as pool:
+        for _ in console.progress(pool.compile(jobs), len(jobs), f"compiling {entry}"):
+            pass
+
+
+def _built(lowered: Lowered | str, entry: str) -> Built | str:
+    try:
+        return lowered if isinstance(lowered, str) else build_offline(lowered, entry)
     except FlexgenError as error:
         return error.what
 

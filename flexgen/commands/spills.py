@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+
+import torch
 
 from flexgen.commands.console import Console, Span, wrapped
 from flexgen.commands.offline import Built
@@ -14,7 +17,7 @@ from flexgen.lowering.plans import AnyBackwardPlan, RowPlan, WalkPlan
 from flexgen.lowering.triton.backward_plan import BackwardKernel
 from flexgen.lowering.triton.backward_tiles import TILE_OPTIONS
 from flexgen.lowering.triton.plan import ForwardPlan
-from flexgen.runtime.machine_code import LOCAL
+from flexgen.runtime.machine_code import LOCAL, MATRIX
 from flexgen.tuning.settings import Settings
 
 LINES_SHOWN = 5
@@ -32,7 +35,7 @@ def write_spills(built: Built, setting: str, console: Console) -> None:
     plan, costs = built.plan, built.resources
     with_setting = f" with {setting}" if setting else ""
     console.line(Span(f"why {built.entry} spills on {plan.target.name}{with_setting}", "bold"))
-    for label, text in _reasons(built):
+    for label, text in spill_reasons(built):
         for number, part in enumerate(wrapped(text, 80)):
             console.line(Span(f"  {label if number == 0 else '':<16}", "cyan"), part)
     source = built.lowered.sources[built.entry]
@@ -44,7 +47,8 @@ def write_spills(built: Built, setting: str, console: Console) -> None:
         console.line(Span(f"  {'':<16}{'':>7}  line {line}, from {source.line_map[line - 1]}"[:100], "dim"))
 
 
-def _reasons(built: Built) -> Iterator[tuple[str, str]]:
+def spill_reasons(built: Built) -> Iterator[tuple[str, str]]:
+    """Yield label and text of why a kernel that spills does, and what would leave a thread fewer values."""
     plan, costs = built.plan, built.resources
     limit = _register_limit(built)
     if not isinstance(plan, RowPlan):
@@ -52,15 +56,36 @@ def _reasons(built: Built) -> Iterator[tuple[str, str]]:
         parts = ", ".join(f"{name} {number}" for name, number in held.items())
         total = sum(held.values())
         yield "a thread holds", f"{parts}: {total} values of 32 bits, besides addresses and row statistics"
-        yield "it has", f"{costs.registers} registers, {limit} at most: {_limit_reason(built, limit)}"
+        yield "it has", _registers_text(built, limit)
+        if multiplies_without_matrix_unit(built):
+            yield (
+                "besides",
+                (
+                    "operands of the products: without the matrix unit (FLOAT32_PRECISION=ieee) threads load them into "
+                    "registers too; tf32x3 and tf32 take the matrix unit"
+                ),
+            )
+        if lighter := lighter_steps(plan):
+            shown = ", ".join(f"{number} with {settings_text(step)}" for step, number in lighter)
+            yield "it would hold", f"{shown}; --steps compiles these and others"
     loop = costs.main_loop
     in_loop = f"the main loop has {loop.count(*LOCAL)} of them" if loop else "there is no main loop"
     number = costs.local_memory_instructions
     yield "local memory", f"{number} loads and stores, {costs.stack_bytes} bytes a thread; {in_loop}"
 
 
+def multiplies_without_matrix_unit(built: Built) -> bool:
+    """Whether the products of the main loop are multiply-adds of threads."""
+    loop = built.resources.main_loop
+    return loop is not None and not loop.count(*MATRIX)
+
+
 def held_values(plan: WalkPlan) -> Mapping[str, int]:
     """Return the 32-bit values that a thread holds of each tile that stays in registers, by the tile's name."""
+    return {name: number for name, number in _held(plan).items() if number}
+
+
+def _held(plan: WalkPlan) -> Mapping[str, int]:
     if isinstance(plan, GluonPlan):
         threads, rows = 4 * plan.target.warp_size, WARPGROUP_ROWS
         return {"acc": rows * plan.V_HEAD_DIM_ROUNDED // threads, "score": rows * plan.BLOCK_N // threads}
@@ -77,6 +102,39 @@ def held_values(plan: WalkPlan) -> Mapping[str, int]:
             "grad_value": plan.BLOCK_N * plan.V_HEAD_DIM_ROUNDED // threads * plan.WRITE_GRAD_VALUE,
         }
     return sums | {"weight": score} | ({"grad_score": score} if plan.differentiates_scores else {})
+
+
+def lighter_steps(plan: WalkPlan) -> list[tuple[Settings, int]]:
+    """Return the steps of one option that leave a thread fewer values of its tiles, with how many, the fewest first."""
+    own = sum(held_values(plan).values())
+    blocks = TILE_OPTIONS[plan.kernel] if isinstance(plan, AnyBackwardPlan) else {}
+    found = []
+    for step in steps(plan):
+        ((option, value),) = step.items()
+        name = option[len("fwd_") :]
+        field = blocks.get(name, name)
+        if field not in _fields_of_weight(plan):
+            continue
+        number = sum(held_values(dataclasses.replace(plan, **{field: value})).values())  # type: ignore[arg-type]
+        found += [(step, number)] if number < own else []
+    return sorted(found, key=lambda one: one[1])
+
+
+def _fields_of_weight(plan: WalkPlan) -> frozenset[str]:
+    """Return the fields that decide how much a thread holds, and that an option may change in this kind of kernel."""
+    if isinstance(plan, GluonPlan):
+        return frozenset({"BLOCK_N"})
+    if isinstance(plan, GluonBackwardPlan):  # each consumer owns a fixed number of rows
+        return frozenset({"BLOCK_N" if plan.kernel is BackwardKernel.DQ else "BLOCK_M"})
+    return frozenset({"BLOCK_M", "BLOCK_N", "num_warps"})
+
+
+def _registers_text(built: Built, limit: int) -> str:
+    plan, registers = built.plan, built.resources.registers
+    if isinstance(plan, GluonPlan | GluonBackwardPlan) and plan.maxnreg != plan.CONSUMER_REGISTERS:
+        shared_out = f"{registers} at launch, which the partitions then share out (maxnreg)"
+        return f"{plan.CONSUMER_REGISTERS} registers where it computes; {shared_out}"
+    return f"{registers} registers, {limit} at most: {_limit_reason(built, limit)}"
 
 
 def _register_limit(built: Built) -> int:
@@ -119,6 +177,8 @@ def steps(plan: WalkPlan | RowPlan) -> list[Settings]:
     found += [{f"{prefix}num_warps": warps} for warps in (plan.num_warps // 2, plan.num_warps * 2) if 1 <= warps <= 16]
     stages = (plan.num_stages - 1, plan.num_stages + 1)
     found += [{f"{prefix}num_stages": number} for number in stages if 1 <= number <= 8]
+    if plan.query_dtype == torch.float32 and getattr(plan, "FLOAT32_PRECISION", "") == "ieee":
+        found.append({f"{prefix}FLOAT32_PRECISION": "tf32x3"})
     flags = ("USE_SUBTILING", "PRESCALE_QK", "USE_TMA", "FAST_TANH") if prefix == "fwd_" else ("FAST_TANH",)
     return found + [{prefix + flag: not getattr(plan, flag)} for flag in flags]
 

@@ -154,7 +154,7 @@ def _jit_function(module: ModuleType, entry: str) -> JITFunction[Any]:
 
 def _check_options(gpu_target: GPUTarget, options: Mapping[str, object], target: str) -> None:
     """Refuse what Triton would silently ignore."""
-    known = vars(make_backend(gpu_target).parse_options({}))
+    known = vars(make_backend(gpu_target).parse_options(_with_fusion({})))
     for name in options:
         if name not in known:
             raise OptionError(
@@ -164,8 +164,17 @@ def _check_options(gpu_target: GPUTarget, options: Mapping[str, object], target:
             )
 
 
-def _compile(source: ASTSource, gpu_target: GPUTarget, options: dict[str, object]) -> Any:
+def _with_fusion(options: Mapping[str, object]) -> dict[str, object]:
+    """Say that products are added in one instruction, unless the environment says otherwise, as it may for Triton.
+
+    It has always been the default; Triton 3.9 warns of one that will not be.
+    """
+    return {"enable_fp_fusion": knobs.language.default_fp_fusion, **options}
+
+
+def _compile(source: ASTSource, gpu_target: GPUTarget, options: Mapping[str, object]) -> Any:
     """Compile through Triton's cache; where that cannot be written, through a temporary one."""
+    options = _with_fusion(options)
     try:
         return triton.compile(source, target=gpu_target, options=options)
     except OSError:  # read-only, full, or not a directory

@@ -18,6 +18,15 @@ SHARED = ("LDS", "LDSM", "STS", "STSM", "ATOMS", "ds_read*", "ds_write*", "ds_lo
 LOCAL_LOAD = ("LDL", "scratch_load*")
 LOCAL_STORE = ("STL", "scratch_store*")
 LOCAL = (*LOCAL_LOAD, *LOCAL_STORE)
+MULTIPLY_ADD = (
+    "FFMA",
+    "FFMA2",
+    "DFMA",
+    "v_fma_f*",
+    "v_fmac_f*",
+    "v_pk_fma_f*",
+    "v_dot2*",
+)  # products without a matrix unit
 _PADDING = frozenset({"NOP", "s_nop"})
 
 
@@ -62,13 +71,18 @@ class Instruction:
 def main_loops(code: Sequence[Instruction]) -> tuple[Opcodes, ...]:
     """Return the innermost loops that hold matrix instructions, that with the fewest others for each of those first.
 
-    The first is the loop over tiles that need no mask, where there is one apart.
+    The first is the loop over tiles that need no mask, where there is one apart. Where products take no matrix unit, as
+    those of float32 in full precision, they are multiply-adds.
     """
-    matrix = {number for number, each in enumerate(code) if opcodes([each]).count(*MATRIX)}
+    matrix = _places(code, MATRIX) or _places(code, MULTIPLY_ADD)
     found = [loop for loop in natural_loops(code) if loop & matrix]
     innermost = [loop for loop in found if not any(other < loop for other in found)]
     innermost.sort(key=lambda loop: (len(loop) / len(loop & matrix), min(loop)))
     return tuple(opcodes([code[number] for number in sorted(loop)]) for loop in innermost)
+
+
+def _places(code: Sequence[Instruction], kind: tuple[str, ...]) -> set[int]:
+    return {number for number, each in enumerate(code) if opcodes([each]).count(*kind)}
 
 
 def opcodes(code: Sequence[Instruction]) -> Opcodes:

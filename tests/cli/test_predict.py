@@ -114,6 +114,21 @@ def test_heads_beyond_some_are_estimated_and_that_is_told():
     assert "estimated from a part of them" in explain_work(work, shape)
 
 
+def test_packed_sequences_are_counted_each_by_itself():
+    lengths = (300, 37, 0, 500, 37)
+
+    def after_a_prefix(b, h, q_idx, kv_idx):
+        return q_idx + 20 * (b == 4) >= kv_idx
+
+    for mask, extra in ((causal, 0), (after_a_prefix, 37 * 36 // 2 - 16 * 17 // 2)):
+        shape = Shape(1, 4, 2, sum(lengths), sum(lengths), 64, 64)
+        subject = Subject("test", flexgen.compile(None, mask), shape, torch.bfloat16, packed=lengths)
+        for work in predict(subject, subject.lower("sm_90", backward=True)):
+            assert work.visited.live == 4 * (sum(n * (n + 1) // 2 for n in lengths) + extra)
+            assert work.visited.pairs == 4 * sum(n * n for n in lengths)
+            assert work.visited.live <= work.visited_pairs
+
+
 def test_many_tiles_that_the_mask_cuts_are_sampled_and_that_is_told(monkeypatch: pytest.MonkeyPatch):
     def scattered(b, h, q_idx, kv_idx):
         return (q_idx * 7 + kv_idx * 13) % 5 < 2
@@ -180,6 +195,7 @@ def test_targets_agree_with_their_chips():
 
 def test_numbers_are_short():
     assert quantity(4_194_304, "B") == "4.19 MB" and quantity(12, "B") == "12 B" and quantity(2.5e12, "/s") == "2.5 T/s"
+    assert duration(9.996e-4) == "1000 us" and quantity(999.6, "B") == "1000 B"
     assert duration(1.234e-5) == "12.3 us" and duration(2e-9) == "2 ns" and duration(3) == "3 s"
 
 
@@ -208,7 +224,7 @@ def test_keys_and_values_count_as_they_are_stored():
     query = torch.empty(1, 4, 16, 64, dtype=torch.bfloat16, device="meta")
     key, value = (torch.empty(1, 2, 256, size, dtype=torch.float8_e5m2, device="meta") for size in (64, 32))
     plan = flexgen.compile(options={"BACKEND": "TRITON"}).lower(query, key, value, target="sm_90").plan
-    work = predict_work("forward", plan, shape, Visited(1000, 2, 4, 512, 512), 0)
+    work = predict_work("forward", plan, shape, Visited(1000, 2, 4, 512, 512, 16384), 0)
     assert (work.memory_bytes["key"], work.memory_bytes["value"]) == (512 * 64, 512 * 32)
     assert work.memory_bytes["output"] == 4 * 16 * 32 * 2
     assert work.cache_bytes == 512 * (64 + 32)

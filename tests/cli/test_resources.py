@@ -11,7 +11,7 @@ import torch
 
 import flexgen
 from flexgen.commands import resources
-from flexgen.commands.spills import held_values, steps
+from flexgen.commands.spills import held_values, lighter_steps, steps
 from flexgen.commands.sweep import parse_sweep, settings_of, settings_text
 from flexgen.errors import OptionError
 from flexgen.lowered import Lowered
@@ -19,7 +19,8 @@ from tests.cli.conftest import Run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 SMALL = ("--set", "BLOCK_M=32", "BLOCK_N=32", "num_warps=2", "num_stages=1")
-SPILLING = ("--set", "BLOCK_M=32", "BLOCK_N=128", "num_warps=1", "num_stages=1")
+# Scores alone are more values than a thread has registers, so every version of Triton spills.
+SPILLING = ("--set", "BLOCK_M=32", "BLOCK_N=256", "num_warps=1", "num_stages=1")
 
 
 def table(said: str, title: str) -> list[list[str]]:
@@ -87,8 +88,12 @@ def test_why_a_kernel_spills_and_what_changes_it(causal: Path, run: Run, monkeyp
     said = run("resources", causal, "--target", "sm_80", *SPILLING, "--steps")
     assert said.code == 0, said.err
     why = said.out[said.out.index("why forward spills on sm_80") :]
-    assert "acc 16, score 128: 144 values of 32 bits" in why
+    assert "acc 16, score 256: 272 values of 32 bits" in why
     assert "255 registers, 255 at most" in why
+    assert re.search(
+        r"it would hold   \d+ with fwd_BLOCK_M=16, \d+ with fwd_num_warps=2, \d+ with fwd_BLOCK_N=64;", why
+    )
+    assert "without the matrix unit" not in why
     assert re.search(r"\d+ loads and stores, \d+ bytes a thread; the main loop has \d+ of them", why)
     assert re.search(r"line \d+, from flexgen's template triton/", why)
     changed = why[why.index("with one option changed by one step") :].splitlines()
@@ -96,6 +101,19 @@ def test_why_a_kernel_spills_and_what_changes_it(causal: Path, run: Run, monkeyp
     assert changed[2].split()[5] != "0" and changed[3].split()[3] == "0"
     assert changed[4].startswith("USE_TMA=True: USE_TMA=True cannot be honoured")
     assert "--steps" not in said.err
+
+
+def test_float32_in_full_precision_is_told_apart(causal: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products are multiply-adds: their loop is the main one, and the operands are why registers run out."""
+    monkeypatch.setattr(resources, "steps", lambda plan: [step for step in steps(plan) if "FLOAT32" in str(step)])
+    shape = ("--shape", "1,1,1,256,256,64,64", "--dtype", "fp32", "--set", "BLOCK_M=64", "BLOCK_N=32", "num_warps=2")
+    said = run("resources", causal, "--target", "sm_80", *shape, "--steps")
+    assert said.code == 0, said.err
+    header, row = table(said.out, LOOP)
+    found = dict(zip(header, row, strict=False))
+    assert found["matrix"] == "0" and int(found["all"]) > 500, "no matrix instruction, and yet a loop"
+    assert "without the matrix unit (FLOAT32_PRECISION=ieee)" in said.out
+    assert "fwd_FLOAT32_PRECISION=tf32x3" in said.out and "FAST_TANH" not in said.out
 
 
 class TestSteps:
@@ -134,6 +152,12 @@ class TestSteps:
             "weight": 64 * 32 // 128,
             "grad_score": 64 * 32 // 128,
         }
+        assert lighter_steps(low.plan) == [
+            ({"fwd_BLOCK_M": 32}, 24),
+            ({"fwd_num_warps": 8}, 24),
+            ({"fwd_BLOCK_N": 16}, 40),
+        ]
+        assert {"bwd_BLOCK_M1": 16} in [step for step, _ in lighter_steps(low.plan_of("backward_dkdv"))]  # type: ignore[arg-type]
         hopper = self.lowered("sm_90").plan
         assert held_values(hopper) == {"acc": 64 * 64 // 128, "score": 64 * hopper.BLOCK_N // 128}
 

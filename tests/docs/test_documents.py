@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import flexgen
-from flexgen import cli, option_docs
+from flexgen import cli, errors, option_docs
 from flexgen.commands.arguments import file_first
 from tests.docs.documents import DOCUMENTS, ROOT, Block, blocks, inline_code, links, missing_lines, prose
 
@@ -136,6 +136,15 @@ def test_the_readme_names_every_option_and_no_other() -> None:
 
 def test_the_page_of_options_is_the_generated_one() -> None:
     assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == option_docs.markdown()
+
+
+def test_every_error_has_a_row_that_says_what_to_do() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = {cells[1].strip(" `"): cells[3].strip() for line in text.splitlines() if len(cells := line.split("|")) == 5}
+    classes = {
+        name for name, found in vars(errors).items() if isinstance(found, type) and found.__module__ == errors.__name__
+    }
+    assert sorted(name for name in classes - {"FlexgenError", "SourceSpan"} if not rows.get(name)) == []
 
 
 def test_the_readme_links_every_document() -> None:

@@ -91,6 +91,12 @@ def test_main_loops_are_the_innermost_with_matrix_instructions_the_leanest_first
     )
 
 
+def test_without_a_matrix_unit_the_main_loops_are_those_of_multiply_adds():
+    plain, checked = main_loops(parse_sass(SASS.replace("HMMA.16816.F32 ", "FFMA ")))
+    assert (plain.count(*MATRIX), plain.total) == (0, 2)
+    assert checked.count("FFMA") == 1
+
+
 def test_instructions_know_the_emitted_line_before_a_librarys():
     assert [each.line for each in parse_sass(SASS)][:7] == [7, 7, 7, 7, 7, 9, 9]
     assert [each.line for each in parse_amdgcn(AMDGCN)] == [3, 5, 5, 5, 5, 5, 5]

@@ -435,7 +435,7 @@ def decide_rows_safe(question: Question, answers: Answers) -> None:
         value, because = False, "kv_lengths may leave a batch row without keys"
     elif question.problem.cu_seqlens is not None:
         value, because = False, "a packed sequence may have queries and no keys; the device alone knows"
-    elif _may_drop_rows(question.mods.score):
+    elif may_drop_rows(question.mods.score):
         value, because = False, "score_mod may return -inf for a whole row"
     elif proof.holds and not question.guard.rows_safe_holds:
         value, because = False, f"this call does not meet the proof's condition: {proof.because}"
@@ -446,7 +446,7 @@ def decide_rows_safe(question: Question, answers: Answers) -> None:
     answers.add("ROWS_GUARANTEED_SAFE", value, because)
 
 
-def _may_drop_rows(score: Graph | None) -> bool:
+def may_drop_rows(score: Graph | None) -> bool:
     """Whether a score_mod could make a score -inf: conservative, by the ops that can."""
     return score is not None and any(_may_be_infinite(node) for node in score.nodes())
 
