@@ -176,8 +176,8 @@ def test_the_judge_excuses_what_rounding_decides_and_nothing_else():
     assert judge.excused == 0
     judge.check(moved)
     assert judge.excused == 1
-    with pytest.raises(Wrong, match="max_scores: off by 3"):
-        judge.check({**exact, "max_scores": exact["max_scores"] + 3.0})
+    with pytest.raises(Wrong, match="max_scores: off by 6"):
+        judge.check({**exact, "max_scores": exact["max_scores"] + 6.0})
     plain = dataclasses.replace(problem, score_mod=None)
     with pytest.raises(Wrong, match="output: off by"):
         Judge(plain, Options()).check({**evaluate(plain, Precision(exact=True)), "output": exact["output"] + 1e-3})

@@ -28,7 +28,8 @@ _RESERVED = frozenset((
     "one", "outer", "output", "padded", "page_size", "page_table", "partial_counts", "partials", "places",
     "processors", "programs", "q_heads", "q_indices", "q_len", "q_num_blocks", "q_offsets", "query",
     "refuse_gradient", "row_shift", "row_tail", "rows", "scale", "scratch", "sequences", "shape", "shapes", "span",
-    "split_count", "splits", "strides", "tensor", "tiles", "tl", "tma", "torch", "triton", "v_scale", "value",
+    "balancing_splits", "filling", "held", "last", "lost", "slots", "split_count", "splits", "strides", "tensor",
+    "tiles", "tl", "tma", "torch", "triton", "v_scale", "value",
     "warpgroup_mma", "warpgroup_mma_wait",
 ))
 # fmt: on
