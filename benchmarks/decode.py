@@ -1,7 +1,7 @@
 """Decode speed of flexgen beside torch.compile(flex_attention) and scaled_dot_product_attention, in one process.
 
     python -m benchmarks.decode --out results.json
-    python -m benchmarks.decode --case b1_131k --no-peers --grid "BLOCK_N=64,128 num_stages=3,4 SPLIT_KV=16,33"
+    python -m benchmarks.decode --case b1_131k --peers sdpa --grid "BLOCK_N=64,128 num_stages=3,4 SPLIT_KV=16,33"
 
 Every output is checked against float32 first. Times are of the device: each contender is captured in a CUDA graph of
 calls over several caches, which are read in turn so that none is found in the L2 cache; graphs run in interleaved
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +108,23 @@ def flexgen_calls(case: Case, variants: dict[str, dict[str, Any]]) -> dict[str, 
     return calls
 
 
-def paged_calls(case: Case, page_sizes: list[int], options: dict[str, Any]) -> dict[str, Call]:
-    """Return a call for each page size: the cache is seen as pages, which a random table puts in order.
-
-    Pages are views of the contiguous cache [B, Hkv, L, D], brought to [n_pages, Hkv, page_size, D] once and kept.
-    """
+def paged_calls(case: Case, page_sizes: list[int], variants: dict[str, dict[str, Any]]) -> dict[str, Call]:
+    """Return a call for each page size and each variant: the cache in pages, which a random table puts in order."""
     lengths = torch.full((case.batch,), case.kv_len, device="cuda", dtype=torch.int32)
-    attention = flexgen.compile(*case.mods(), options)
+    attentions = {name: flexgen.compile(*case.mods(), options) for name, options in variants.items()}
     calls: dict[str, Call] = {}
     for page_size in page_sizes:
         table, kept = _page_table(case, page_size), {}
 
-        def call(tensors: Tensors, page_size: int = page_size, table: torch.Tensor = table, kept: dict = kept):
-            if id(tensors) not in kept:
-                kept[id(tensors)] = [_in_pages(tensor, table, page_size) for tensor in tensors[1:]]
+        def call(
+            tensors: Tensors, attention: Any, table: torch.Tensor = table, kept: dict = kept, size: int = page_size
+        ):
+            if id(tensors) not in kept:  # brought to [n_pages, Hkv, page_size, D] once
+                kept[id(tensors)] = [_in_pages(tensor, table, size) for tensor in tensors[1:]]
             return attention(tensors[0], *kept[id(tensors)], kv_lengths=lengths, page_table=table)
 
-        calls[f"pages of {page_size}"] = call
+        for name, attention in attentions.items():
+            calls[f"pages of {page_size}{' ' if name else ''}{name}"] = partial(call, attention=attention)
     return calls
 
 
@@ -151,14 +152,14 @@ def float8_calls(case: Case, options: dict[str, Any]) -> dict[str, Call]:
     return {"float8": call}
 
 
-def peer_calls(case: Case) -> dict[str, Call]:
-    score_mod, mask_mod = case.mods()
-    mask = create_block_mask(mask_mod, case.batch, None, 1, case.kv_len, "cuda") if mask_mod else None
-    compiled = torch.compile(torch_flex, dynamic=False)
-    calls: dict[str, Call] = {
-        "flex": lambda tensors: compiled(*tensors, score_mod=score_mod, block_mask=mask, enable_gqa=True)
-    }
-    if not case.windowed:
+def peer_calls(case: Case, names: list[str]) -> dict[str, Call]:
+    calls: dict[str, Call] = {}
+    if "flex" in names:
+        score_mod, mask_mod = case.mods()
+        mask = create_block_mask(mask_mod, case.batch, None, 1, case.kv_len, "cuda") if mask_mod else None
+        compiled = torch.compile(torch_flex, dynamic=False)
+        calls["flex"] = lambda tensors: compiled(*tensors, score_mod=score_mod, block_mask=mask, enable_gqa=True)
+    if "sdpa" in names and not case.windowed:
         attend = torch.nn.functional.scaled_dot_product_attention
         calls["sdpa"] = lambda tensors: attend(*tensors, enable_gqa=True)
     return calls
@@ -208,26 +209,45 @@ def host_microseconds(call: Contender, repeats: int = 20, count: int = 100) -> f
     return statistics.median(times)
 
 
-def host_times() -> dict[str, float]:
-    """Return microseconds of a call of few keys, by contender: of one split, of several, and of the peers."""
+def host_times(peers: list[str]) -> dict[str, float]:
+    """Return microseconds of a call of few keys, by contender: of one split, of several, of pages, and of the peers."""
     case = Case("host", 1, 1024, 32, 8)
     tensors = caches(case)[0]
     calls = flexgen_calls(case, {"flexgen, one split": {"SPLIT_KV": 1}, "flexgen, 4 splits": {"SPLIT_KV": 4}})
-    calls |= peer_calls(case)
+    calls |= paged_calls(case, [64], {"": {"SPLIT_KV": 4}}) | peer_calls(case, peers)
     with torch.no_grad():
         for call in calls.values():
             call(tensors)
         return {name: host_microseconds(lambda call=call: call(tensors)) for name, call in calls.items()}
 
 
-def run(
-    case: Case, rounds: int, variants: dict[str, dict[str, Any]], page_sizes: list[int], *, peers: bool, float8: bool
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """What is timed of a case.
+
+    Attributes:
+        variants: options by name.
+        page_sizes, page_variants: of paged caches, each size with each of the options.
+        peers: of torch.
+        float8: keys and values in 8 bits too.
+    """
+
+    variants: dict[str, dict[str, Any]]
+    page_sizes: list[int]
+    page_variants: dict[str, dict[str, Any]]
+    peers: list[str]
+    float8: bool
+
+    def calls(self, case: Case) -> dict[str, Call]:
+        calls = flexgen_calls(case, self.variants)
+        calls |= paged_calls(case, self.page_sizes if case.name in PAGED else [], self.page_variants)
+        calls |= float8_calls(case, {}) if self.float8 else {}
+        return calls | peer_calls(case, self.peers)
+
+
+def run(case: Case, rounds: int, contest: Contest) -> dict[str, Any]:
     torch.compiler.reset()
-    inputs = caches(case)
-    calls = flexgen_calls(case, variants) | paged_calls(case, page_sizes, {})
-    calls |= float8_calls(case, {}) if float8 else {}
-    calls |= peer_calls(case) if peers else {}
+    inputs, calls = caches(case), contest.calls(case)
     with torch.no_grad():
         errors = {name: error_of(call, case, inputs[0]) for name, call in calls.items()}
         replays = {name: captured(call, inputs) for name, call in calls.items()}
@@ -288,22 +308,25 @@ def main() -> None:
     parser.add_argument("--variants", default="{}", help="JSON: name -> options, timed beside the defaults")
     parser.add_argument("--grid", default="", help='variants of all combinations: "BLOCK_N=64,128 SPLIT_KV=4,8"')
     parser.add_argument("--page-size", nargs="*", type=int, default=[16, 32, 64, 128], help=f"of {', '.join(PAGED)}")
+    parser.add_argument("--page-variants", default="{}", help="JSON: name -> options, timed with each page size")
     parser.add_argument("--no-float8", dest="float8", action="store_false", help="leave out float8 keys and values")
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="time flexgen's variants alone")
+    parser.add_argument("--peers", nargs="*", default=["flex", "sdpa"], help="time these beside flexgen")
+    parser.add_argument("--no-host", dest="host", action="store_false", help="leave out the host's time of a call")
     parser.add_argument("--out", type=Path, help="JSON; a page with the suffix .md is written beside it")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark times a GPU, and there is no CUDA device")
     variants = {"flexgen": {}, **json.loads(args.variants), **grid_variants(args.grid)}
+    page_variants = {"": {}, **json.loads(args.page_variants)}
+    contest = Contest(variants, args.page_size, page_variants, args.peers, args.float8)
     results: dict[str, Any] = {"environment": environment("decode"), "host_us": {}, "rows": []}
     for case in CASES:
         if case.name not in args.case:
             continue
-        page_sizes = args.page_size if case.name in PAGED else []
-        results["rows"].append(run(case, args.rounds, variants, page_sizes, peers=args.peers, float8=args.float8))
+        results["rows"].append(run(case, args.rounds, contest))
         print(table(results["rows"][-1:]), flush=True)
         torch.cuda.empty_cache()
-    results["host_us"] = host_times() if args.peers else {}
+    results["host_us"] = host_times(args.peers) if args.host else {}
     print(report(results))
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flexgen.codegen.dialects.gluon import spelling_of
+
 VERIFIED = Path(__file__).parents[1] / "tests" / "gpu_verified.json"
 
 
@@ -21,7 +23,7 @@ def code_digest(text: str) -> str:
 
 
 def record(results: Path) -> None:
-    """Write what a run has checked; what other runs have checked of the other direction stays."""
+    """Write what a run has checked; what others have of the other direction, or for other names of Gluon's, stays."""
     found = json.loads(results.read_text())
     about = {name: found["environment"][name] for name in ("device", "date", "torch", "triton")}
     good = [row for row in found["said"] if row.get("ok")]
@@ -30,8 +32,8 @@ def record(results: Path) -> None:
         for row in good
         for kernel, digest in row["digests"].items()
     }
-    directions = {_direction(entry) for entry in kernels.values()}
-    kept = {digest: entry for digest, entry in verified().items() if _direction(entry) not in directions}
+    forms = {_form(entry) for entry in kernels.values()}
+    kept = {digest: entry for digest, entry in verified().items() if _form(entry) not in forms}
     VERIFIED.write_text(json.dumps(dict(sorted((kept | kernels).items())), indent=1) + "\n")
     print(f"{len(kernels)} kernels of this run in {VERIFIED}, {len(kept)} others kept")
 
@@ -42,5 +44,6 @@ def verified() -> dict[str, Any]:
     return found
 
 
-def _direction(entry: dict[str, Any]) -> str:
-    return str(entry.get("kernel", "forward")).partition("_")[0]
+def _form(entry: dict[str, Any]) -> tuple[str, str]:
+    """Return the direction of a kernel, and the spelling of Gluon that it is written in."""
+    return str(entry.get("kernel", "forward")).partition("_")[0], spelling_of(entry["triton"])

@@ -15,13 +15,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import flexgen
 from benchmarks.about import environment
-from flexgen.runtime import kernel as kernels
+from flexgen.runtime import kernel, split_kernel
 
 LENGTH, HEADS, HEAD_DIM = 128, 8, 64
 Call = Callable[..., torch.Tensor]
@@ -78,8 +79,25 @@ def calls(device: str) -> Mapping[str, Call]:
     return found
 
 
-def rows(device: str) -> list[dict[str, object]]:
-    found = []
+def decodes(device: str) -> Mapping[str, Callable[[], torch.Tensor]]:
+    """Return calls without gradients, of one query to each of two caches."""
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    query, (key, value), pages = randn(2, 8, 1, 64), randn(2, 2, 2, 1024, 64), randn(2, 32, 2, 64, 64)
+    lengths = torch.full((2,), 1000, dtype=torch.int32, device=device)
+    page_table = torch.arange(32, device=device, dtype=torch.int32).view(2, 16)
+    decode = flexgen.compile(options={"SPLIT_KV": 4})
+    return {
+        "flexgen, decode in 4 splits": lambda: decode(query, key, value),
+        "flexgen, decode with kv_lengths": lambda: decode(query, key, value, kv_lengths=lengths),
+        "flexgen, decode of pages": lambda: decode(query, *pages, kv_lengths=lengths, page_table=page_table),
+    }
+
+
+def rows(device: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
     tensors = [torch.randn(1, HEADS, LENGTH, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(3)]
     grad = torch.randn_like(tensors[0])
     for name, call in calls(device).items():
@@ -91,6 +109,9 @@ def rows(device: str) -> list[dict[str, object]]:
         )
         found.append({"call": name, "inference": plain, "recorded": recorded, "with gradients": both})
         print(f"{name:<32}{plain:8.1f}{recorded:10.1f}{both:10.1f} us", flush=True)
+    for name, decode in decodes(device).items():
+        found.append({"call": name, "inference": microseconds(decode)})
+        print(f"{name:<32}{found[-1]['inference']:8.1f} us", flush=True)
     return found
 
 
@@ -100,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        kernels.executor = lambda *_: _NoLaunch()
+        kernel.executor = split_kernel.executor = lambda *_: _NoLaunch()
     found = rows(device)
     if args.out:
         about = environment("host_time", gpu=device == "cuda")
@@ -108,7 +129,7 @@ def main() -> None:
         (args.out / "host_time.md").write_text(report(about, found))
 
 
-def report(about: Mapping[str, str], found: list[dict[str, object]]) -> str:
+def report(about: Mapping[str, str], found: list[dict[str, Any]]) -> str:
     columns = ("inference", "recorded", "with gradients")
     lines = [
         "| " + " | ".join([str(row["call"]), *(f"{row[column]:.1f}" for column in columns)]) + " |" for row in found

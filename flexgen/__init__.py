@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         UnsupportedProblemError,
     )
     from flexgen.options import KernelOptions, Options
+    from flexgen.patch import patch_torch
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _HOMES = {
         "flexgen.errors",
     ),
     **dict.fromkeys(("KernelOptions", "Options"), "flexgen.options"),
+    "patch_torch": "flexgen.patch",
 }
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "flex_attention",
     "noop_mask",
     "or_masks",
+    "patch_torch",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -70,7 +71,7 @@ def flex_attention(
         scale: multiplies the products; 1/sqrt(Dqk) by default.
         enable_gqa: allow more query heads than key heads.
         return_lse: also return the logsumexp; superseded by return_aux.
-        kernel_options: as `options` of `compile`.
+        kernel_options: as `options` of `compile`; BACKEND="FLASH" is taken for "AUTO", with one warning.
         return_aux: auxiliary outputs to return.
     """
     if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
@@ -90,6 +91,9 @@ def flex_attention(
         raise ProblemTypeError(
             f"block_mask is {type(block_mask).__name__}, not a BlockMask", fix="make one with flexgen.create_block_mask"
         )
+    if kernel_options is not None and kernel_options.get("BACKEND") == "FLASH":
+        _warn_of_flash()
+        kernel_options = {**kernel_options, "BACKEND": "AUTO"}
     mask_mod = None if block_mask is None else block_mask.mask_mod
     request = AuxRequest(lse=True) if return_lse and return_aux is None else return_aux
     if torch.compiler.is_dynamo_compiling():
@@ -101,7 +105,25 @@ def flex_attention(
     return (result[0], result[1].lse) if return_lse and return_aux is None else result
 
 
+_told: set[str] = set()
+
+
+def _warn_of_flash() -> None:
+    if "FLASH" not in _told:
+        _told.add("FLASH")
+        warnings.warn(
+            'BACKEND="FLASH" is torch\'s CuTe backend, which flexgen does not contain; BACKEND="AUTO" is used',
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+# torch.compile runs it while it traces.
+_warn_of_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 _attentions: dict[tuple[Any, ...], Attention] = {}
+_latest: dict[tuple[Any, ...], Attention] = {}  # by the code of the mods
 _MAX_ATTENTIONS = 256
 
 
@@ -110,7 +132,17 @@ def _attention(score_mod: Any, mask_mod: Any, options: Options) -> Attention:
     key = (id(score_mod), id(mask_mod), options)  # callables may be unhashable, or equal without being the same
     found = _attentions.get(key)
     if found is None or found.score_mod is not score_mod or found.mask_mod is not mask_mod:
-        if len(_attentions) >= _MAX_ATTENTIONS:
-            _attentions.pop(next(iter(_attentions)))
-        found = _attentions[key] = compile(score_mod, mask_mod, options)
+        # A decode step may bring fresh closures of the code of the step before, as torch's PagedAttention makes them.
+        of_code = (_code(score_mod), _code(mask_mod), options)
+        like = _latest.get(of_code)
+        found = compile(score_mod, mask_mod, options) if like is None else like.of_the_same_code(score_mod, mask_mod)
+        for kept, at in ((_attentions, key), (_latest, of_code)):
+            if len(kept) >= _MAX_ATTENTIONS:
+                kept.pop(next(iter(kept)))
+            kept[at] = found
     return found
+
+
+def _code(mod: Any) -> Any:
+    """Return what fresh mods of the same code have in common."""
+    return getattr(mod, "__code__", type(mod))

@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 
-from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
+from flexgen.aux_outputs import NO_AUX, AuxRequest, aux_output, read_aux_request
 from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
 from flexgen.dropout import read_dropout, read_probability
-from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.errors import (
+    NoFeasiblePlanError,
+    OptionError,
+    OutOfResourcesError,
+    ProblemTypeError,
+    UnsupportedProblemError,
+)
 from flexgen.export import export_module
 from flexgen.extras import NO_EXTRAS, Extras, given_sides
+from flexgen.fitting import Fitting, nothing_smaller
 from flexgen.ir.graph import Axis
 from flexgen.jagged import is_nested, read_jagged
 from flexgen.lowered import Lowered
@@ -47,7 +54,7 @@ from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_
 from flexgen.runtime.dropout import SEED, Dropout
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
-from flexgen.runtime.outputs import OutputForm, output_form
+from flexgen.runtime.outputs import OutputForm, as_query, output_form
 from flexgen.runtime.packing import (
     Packing,
     check_contents,
@@ -76,6 +83,7 @@ from flexgen.torch_library.spec import AT_ZERO, Starts
 from flexgen.training import Basis, Called, Training
 from flexgen.tuning.autotune import autotuned_settings, refuse_autotune
 from flexgen.tuning.tune import TuningSubject
+from flexgen.warm_calls import WarmCalls
 
 _log = logging.getLogger("flexgen")
 CONSTANT_SCALES = 2  # more values than this make the scale a run-time argument
@@ -116,12 +124,19 @@ class Attention:
         self._understood: dict[int, Understood] = {}
         self._kernels: dict[Hashable, Kernel] = {}
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
+        self._warm = WarmCalls(self._mods, self._found, self._scalar_form)
         self._requests: OrderedDict[Hashable, TableRequest] = OrderedDict()  # of explicit tables
         self._tables = Tables(self._forward_options)
         self._training = Training(options.backward(), self._tables)
+        self._fitting = Fitting()
         self._scales: dict[float, None] = {}
         self._tuned: dict[Hashable, Attention] = {}
         self._lock = threading.RLock()
+
+    @property
+    def understood(self) -> tuple[Understood, ...]:
+        """What is known of the mods, once for each capture that a call needed."""
+        return tuple(self._understood.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the callables and options alone.
@@ -206,6 +221,18 @@ class Attention:
                 no probability.
             OptionError: an option cannot be honoured for this problem.
         """
+        # The whole of a usual inference call, whose form is known.
+        if (
+            return_aux is block_table is cu_seqlens_q is cu_seqlens_k is sinks is None
+            and generator is None
+            and dropout_p == 0
+            and dropout_p is not False
+            and not validate
+        ):
+            sides = given_sides(kv_lengths, page_table, k_scale, v_scale)
+            output = self._warm.output(query, key, value, scale, sides)
+            if output is not None:
+                return output
         aux = read_aux_request(return_aux)
         packing = packing_of(cu_seqlens_q, cu_seqlens_k)
         jagged = None
@@ -230,7 +257,7 @@ class Attention:
             )
             return result if jagged is None else jagged.nested(result)
         dropout = read_dropout(dropout_p, generator, query)
-        aux_needed = aux if sinks is None else replace(aux, lse=True)
+        aux_needed = aux if sinks is None else aux._replace(lse=True)
         extras = Extras(scale, aux_needed, block_table, packing, validate, dropout, sides)
         if needs_operator(query, key, value):
             outputs = self._through_operator(tensors, extras)
@@ -268,6 +295,21 @@ class Attention:
         """Return an attention of the same captured mods, so that block tables made for one serve the other."""
         made = Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
         made._mods, made._understood = self._mods, self._understood
+        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
+        return made
+
+    def of_the_same_code(self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None) -> Attention:
+        """Return an attention of other mods, which shares all that was captured, compiled and prepared.
+
+        Args:
+            score_mod, mask_mod: usually fresh closures of the code of this one's; others are captured anew.
+        """
+        made = object.__new__(Attention)
+        vars(made).update(vars(self))
+        made.score_mod, made.mask_mod = score_mod, mask_mod
+        made._mods = self._mods.of_the_same_code(score_mod, mask_mod)
+        made._forms = OperatorForms(made._mods, made.options)
+        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
         return made
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -298,17 +340,49 @@ class Attention:
             refuse_gradients(extras.sides, key)
             extras = extras.with_lse()
         prepared, buffers = self._ready(reading, tensors, extras)
+        try:
+            outputs = self._launched(prepared, reading, tensors, buffers, extras, records=records)
+        except OutOfResourcesError as error:
+            return self._run_with_less(prepared, error, lambda: self.run(reading, tensors, extras))
+        if self.options.layout == "bshd":
+            outputs["output"] = outputs["output"].transpose(1, 2)
+        elif prepared.columns_outside:
+            outputs["output"] = as_query(outputs["output"], query)
+        return outputs
+
+    def _launched(
+        self,
+        prepared: Prepared,
+        reading: Reading,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        buffers: Any,
+        extras: Extras,
+        *,
+        records: bool,
+    ) -> dict[str, torch.Tensor]:
         lists: Mapping[str, Any] = {}
         if prepared.request is not None:
             values = Values(reading.buffers, buffers, reading.scalars)
             lists = self._tables.lists(prepared.request, extras.block_table, values)
         if records:
-            outputs = self._recorded(prepared, reading, tensors, buffers, lists, extras)
-        else:
-            outputs = prepared.run(_named(tensors, extras), buffers, reading.scalars, lists)
-        if self.options.layout == "bshd":
-            outputs["output"] = outputs["output"].transpose(1, 2)
-        return outputs
+            return self._recorded(prepared, reading, tensors, buffers, lists, extras)
+        return prepared.run(_named(tensors, extras), buffers, reading.scalars, lists)
+
+    def _run_with_less(
+        self, prepared: Prepared, error: OutOfResourcesError, run: Callable[[], dict[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Run a call again with a plan that takes less, as the kernel of the first one did not fit the device."""
+        with self._lock:
+            key = next((key for key, kernel in self._kernels.items() if kernel is prepared.kernel), None)
+            if key is not None:  # else another thread has been here
+                kernel = self._kernels.pop(key)
+                self._fitting.take_less(key, kernel.plan, error)
+                for form in [form for form, kept in self._prepared.items() if kept.kernel is kernel]:
+                    del self._prepared[form]
+        try:
+            return run()
+        except (NoFeasiblePlanError, OptionError):
+            raise nothing_smaller(error, self._forward_options) from error
 
     def _ready(
         self,
@@ -431,7 +505,7 @@ class Attention:
             packing, (query, key, value) = jagged.packing, jagged.tensors
         reading = self._read(query, key, value)
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
-        loss_reads_lse, aux = aux.lse, replace(aux, lse=aux.lse or trains)
+        loss_reads_lse, aux = aux.lse, aux._replace(lse=aux.lse or trains)
         chip = target_named(target) if target else _offline_target(query)
         p = read_probability(dropout_p)
         dropout = Dropout(p, torch.empty(2, dtype=torch.int64, device="meta")) if p > 0.0 else None
@@ -567,8 +641,8 @@ class Attention:
         extras: Extras,
     ) -> Hashable:
         """Return what decides everything about a call but addresses and values; None where that is not settled."""
-        scale, block_table = extras.scale, extras.block_table
-        if (scale is not None and type(scale) not in (float, int)) or query.is_meta:
+        scale, block_table, sides = extras.scale, extras.block_table, extras.sides
+        if (scale is not None and type(scale) not in (float, int)) or query.is_meta or key.is_meta or value.is_meta:
             return None
         if reading.buffers:
             refuse_distributed(reading.buffers)
@@ -585,11 +659,23 @@ class Attention:
             extras.aux.max_scores,
             extras.packing.form if extras.packing is not None else None,
             table_form(block_table) if block_table is not None else None,
-            tuple([_side_form(*named) for named in extras.sides.items()]) if extras.sides else None,
+            tuple([_side_form(*named) for named in sides.items()]) if sides else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]) if reading.buffers else None,
             self._scalar_form(reading, query, key) if reading.scalars else None,
             extras.dropout is not None,
         )
+
+    def _found(
+        self,
+        reading: Reading,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        sides: Mapping[str, Any],
+    ) -> Prepared | None:
+        """Return the launch that was prepared for a call that brings nothing else, if it was."""
+        return self._prepared.get(self._form(reading, query, key, value, Extras(scale, NO_AUX, sides=sides)))
 
     def _scalar_form(self, reading: Reading, query: torch.Tensor, key: torch.Tensor) -> Hashable:
         """Return what a kernel's choice depends on in captured numbers: size classes, and whether a proof holds."""
@@ -737,7 +823,7 @@ class Attention:
         with self._lock:
             kernel = self._kernels.get(key)
             if kernel is None or kernel.owner is not captured:
-                forward = self._compile(call, target)
+                forward = self._compile(call, self._fitting.target(key, target))
                 plan, source = forward.plan, forward.source
                 _log.info(
                     "forward for %s, query %s: tile %s x %s, emitted as %s",
@@ -752,7 +838,8 @@ class Attention:
         target = target_of(call.launch.device)
         derived, parts = call.derived, (call.understood, call.launch)
         request = self._tables.request(*parts, derived, call.guard, target) if derived else None
-        prepared = Prepared(self._kernel(call), call.launch, call.outputs, (call.understood, kept), request)
+        layout, keep = self.options.layout, (call.understood, kept)
+        prepared = Prepared(self._kernel(call), call.launch, call.outputs, layout, keep, request)
         prepared.basis = _basis(call, target)
         self._keep(self._prepared, form, prepared)
         return prepared

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flexgen.errors import ProblemTypeError
 
 
-@dataclass(frozen=True, slots=True)
-class AuxRequest:
-    """Auxiliary outputs to return.
+class AuxRequest(NamedTuple):
+    """Auxiliary outputs to return; a tuple as torch's is.
 
     Attributes:
         lse: natural logarithm of the sum of exponentials of each row's scores, [B, Hq, Lq], float32.
@@ -24,9 +22,11 @@ class AuxRequest:
     max_scores: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class AuxOutput:
-    """Auxiliary outputs; None where not asked for. A row without a live key has -inf in both."""
+class AuxOutput(NamedTuple):
+    """Auxiliary outputs; None where not asked for. A row without a live key has -inf in both.
+
+    A tuple as torch's is, so that what walks through tuples (pytrees, hooks of modules) finds the tensors.
+    """
 
     lse: torch.Tensor | None = None
     max_scores: torch.Tensor | None = None

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from flexgen.codegen.decode_emit import emit_decode
-from flexgen.codegen.dialects.gluon import why_unavailable
+from flexgen.codegen.dialects.gluon import installed_spelling, why_unavailable
 from flexgen.codegen.emit import emit_forward
 from flexgen.codegen.emit_backward import emit_backward
 from flexgen.codegen.gluon_backward_emit import emit_gluon_backward
@@ -21,6 +21,8 @@ from flexgen.ir.score_grad import ScoreGrad
 from flexgen.lowering.decision import Rejected
 from flexgen.lowering.gluon_hopper import choose as hopper
 from flexgen.lowering.gluon_hopper import choose_backward as hopper_backward
+from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
+from flexgen.lowering.gluon_hopper.plan import GluonPlan
 from flexgen.lowering.triton.backward_plan import PLAIN_ROWS, BackwardTask, RowForm
 from flexgen.lowering.triton.choose import Question, choose_forward
 from flexgen.lowering.triton.choose_backward import choose_backward
@@ -63,9 +65,13 @@ def _hopper_refusal(question: Question) -> str | None:
     return hopper.refusal(question) or why_unavailable()
 
 
+def _choose_hopper(question: Question, because: str) -> GluonPlan:
+    return hopper.choose_gluon(question, because, installed_spelling())
+
+
 BACKENDS = (
     Backend("TRITON_DECODE", decode.refusal, decode.recommended, decode.choose_decode, emit_decode),
-    Backend("GLUON", _hopper_refusal, hopper.verified_to_win, hopper.choose_gluon, emit_gluon),
+    Backend("GLUON", _hopper_refusal, hopper.verified_to_win, _choose_hopper, emit_gluon),
 )
 
 
@@ -165,13 +171,17 @@ def _hopper_backward_refusal(question: Question, task: BackwardTask) -> str | No
     return hopper_backward.refusal(question, task) or why_unavailable()
 
 
+def _choose_hopper_backward(question: Question, task: BackwardTask, because: str) -> GluonBackwardPlan:
+    return hopper_backward.choose_gluon_backward(question, task, because, installed_spelling())
+
+
 BACKWARD_BACKENDS = (
     BackwardBackend(
         "GLUON",
         _hopper_backward_refusal,
         hopper_backward.verified_to_win,
         hopper_backward.parts_of,
-        hopper_backward.choose_gluon_backward,
+        _choose_hopper_backward,
         emit_gluon_backward,
     ),
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
+import types
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -14,13 +15,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexgen.block_states import BlockStates
 from flexgen.errors import OptionError
-from flexgen.runtime.mask_counts import MaskGrid, count_live_entries
-from flexgen.runtime.mask_evaluation import IndexBox, Mod, evaluate_mask, evaluate_score
+from flexgen.runtime.mask_counts import MaskGrid
+from flexgen.runtime.mask_evaluation import CalledMask, IndexBox, Mod, evaluate_mask, evaluate_score
+from flexgen.torch_library.traced_masks import traced_mask, traced_states
 
 DeviceLike: TypeAlias = torch.device | str | int
 
 DEFAULT_BLOCK_SIZE = 128
-KERNEL_PAIRS = 1 << 28  # (query, key) pairs; guess: with fewer, evaluating all costs less than compiling kernels
+_MASK_ARGUMENTS = 4  # of a mask_mod; a score_mod takes one more
 
 
 def create_block_mask(
@@ -61,6 +63,15 @@ def create_block_mask(
         OptionError: an argument is malformed, or this torch lacks what it asks for.
         CaptureError: mask_mod raised, branched on an index, or did not return one bool.
     """
+    if torch.compiler.is_dynamo_compiling():
+        sides = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+        grid = MaskGrid(_or_one(B), _or_one(H), Q_LEN, KV_LEN, *sides)
+        block_mask = _from_states(
+            traced_states(mask_mod, grid, _traced_device(device)), mask_mod, grid, separate_full_blocks
+        )
+        if compute_dq_write_order:
+            _add_dq_write_order(block_mask, dq_kv_order)
+        return block_mask
     _require_mask_mod(mask_mod)
     grid = _grid(B, H, Q_LEN, KV_LEN, BLOCK_SIZE)
     if not isinstance(dq_kv_order, bool):
@@ -75,8 +86,8 @@ def create_block_mask(
             "dq_kv_order": dq_kv_order,
         }
         return _compiled_by_torch(mask_mod, grid, place, wanted)
-    blocks = _live_and_full(mask_mod, grid, place)
-    block_mask = _from_blocks(*blocks, mask_mod, grid, separate_full_blocks)
+    states = _states.exact(mask_mod, CalledMask(mask_mod), grid, place)
+    block_mask = _from_states(states, mask_mod, grid, separate_full_blocks)
     if compute_dq_write_order:
         _add_dq_write_order(block_mask, dq_kv_order)
     return block_mask
@@ -104,6 +115,9 @@ def create_mask(
         OptionError: an argument is malformed.
         CaptureError: the mod raised, branched on an index, or did not return one value of the right kind.
     """
+    if torch.compiler.is_dynamo_compiling():
+        lengths = (_or_one(B), _or_one(H), Q_LEN, KV_LEN)
+        return traced_mask(mod_fn, lengths, _traced_device(device), scores=_positional_count(mod_fn) > _MASK_ARGUMENTS)
     grid = _grid(B, H, Q_LEN, KV_LEN, DEFAULT_BLOCK_SIZE)
     shape = (grid.batch, grid.heads, grid.query_length, grid.key_length)
     place = _device(device)
@@ -122,7 +136,7 @@ def and_masks(*mask_mods: Mod) -> Mod:
 
     def and_mask(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
         allowed = [mask_mod(b, h, q_idx, kv_idx) for mask_mod in mask_mods]
-        return reduce(operator.and_, allowed) if allowed else b.new_ones((), dtype=torch.bool)
+        return functools.reduce(operator.and_, allowed) if allowed else b.new_ones((), dtype=torch.bool)
 
     return and_mask
 
@@ -133,7 +147,7 @@ def or_masks(*mask_mods: Mod) -> Mod:
 
     def or_mask(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
         allowed = [mask_mod(b, h, q_idx, kv_idx) for mask_mod in mask_mods]
-        return reduce(operator.or_, allowed) if allowed else b.new_zeros((), dtype=torch.bool)
+        return functools.reduce(operator.or_, allowed) if allowed else b.new_zeros((), dtype=torch.bool)
 
     return or_mask
 
@@ -146,26 +160,9 @@ def noop_mask(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: tor
 _states = BlockStates()
 
 
-def _live_and_full(mask_mod: Mod, grid: MaskGrid, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which blocks hold a live pair, and which only those; one cut by an end of the data is never full."""
-    pairs = grid.batch * grid.heads * grid.query_length * grid.key_length
-    if device.type == "cuda" and pairs >= KERNEL_PAIRS:
-        states = _states.of(mask_mod, grid, _indexed(device))
-        if states is not None:
-            return states > 0, states == 2
-    counts = count_live_entries(mask_mod, grid, device)
-    return counts > 0, counts == grid.q_block_size * grid.kv_block_size
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Return the device that tensors made on `device` are on."""
-    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
-
-
-def _from_blocks(
-    live: torch.Tensor, full: torch.Tensor, mask_mod: Mod, grid: MaskGrid, separate_full_blocks: bool
-) -> BlockMask:
+def _from_states(states: torch.Tensor, mask_mod: Mod, grid: MaskGrid, separate_full_blocks: bool) -> BlockMask:
     """List the live blocks, full ones apart if asked to."""
+    live, full = states > 0, states == 2
     num_blocks, indices = _listed(live & ~full if separate_full_blocks else live)
     full_num_blocks, full_indices = _listed(full) if separate_full_blocks else (None, None)
     return BlockMask.from_kv_blocks(
@@ -226,6 +223,20 @@ def _grid(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, BLOCK_SIZE: int
     )
 
 
+def _or_one(size: int | None) -> int:
+    return 1 if size is None else size
+
+
+def _positional_count(mod: Any) -> int:
+    """Return how many arguments a mod is called with, told so that torch.compile can trace it."""
+    if isinstance(mod, functools.partial):
+        return _positional_count(mod.func) - len(mod.args)
+    code = getattr(mod, "__code__", None)
+    if code is None:
+        return _positional_count(mod.__call__)
+    return int(code.co_argcount) - isinstance(mod, types.MethodType)
+
+
 def _size(name: str, value: object, at_least: int) -> int:
     try:
         size = operator.index(value)  # type: ignore[arg-type]
@@ -240,6 +251,14 @@ def _device(device: DeviceLike | None) -> torch.device:
     if device is not None:
         return torch.device(device)
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+# torch.compile runs it while it traces and takes the result for a constant.
+def _traced_device(device: DeviceLike | None) -> torch.device:
+    return _device(device)
+
+
+_traced_device._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _require_callables(mask_mods: Sequence[object]) -> None:

@@ -19,10 +19,11 @@ from flexgen.problem import INDEX_LIMIT
 from flexgen.runtime.derived_table import MaskValues
 from flexgen.runtime.describe import Launch, is_wide, scalars_are_trusted
 from flexgen.runtime.device_target import target_of
-from flexgen.runtime.mask_counts import MaskGrid
-from flexgen.runtime.mask_evaluation import Mod
+from flexgen.runtime.mask_counts import MaskGrid, count_live_entries
+from flexgen.runtime.mask_evaluation import BoxMask, Mod
 from flexgen.runtime.table_kernels import TableKernels
 
+KERNEL_PAIRS = 1 << 28  # (query, key) pairs; guess: with fewer, evaluating all costs less than compiling kernels
 MAX_KEPT = 64  # masks and kernels; the least recently made go first
 
 
@@ -34,19 +35,37 @@ class BlockStates:
         self._kernels: OrderedDict[Hashable, TableKernels] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, mask_mod: Mod, grid: MaskGrid, device: torch.device) -> torch.Tensor | None:
-        """Return the exact state of every block, found by generated kernels.
+    def exact(self, mask: Mod | Reading, evaluated: BoxMask, grid: MaskGrid, device: torch.device) -> torch.Tensor:
+        """Return the exact state of every block: of a large mask on a GPU by generated kernels, else by evaluation.
+
+        Args:
+            mask: a mask_mod, or what was captured of one.
+            evaluated: the same mask.
 
         Returns:
             int8 [batch, heads, num_q_blocks, num_kv_blocks]: 0 where no pair is live, 2 where all are and the block
-            is not cut by an end of the data, else 1. None where kernels cannot tell: the mask cannot be captured, a
-            captured tensor lies elsewhere or a number is huge, or blocks are not of a size that they take.
+            is not cut by an end of the data, else 1.
+        """
+        pairs = grid.batch * grid.heads * grid.query_length * grid.key_length
+        if device.type == "cuda" and pairs >= KERNEL_PAIRS:
+            states = self.of(mask, grid, _indexed(device))
+            if states is not None:
+                return states
+        counts = count_live_entries(evaluated, grid, device)
+        return (counts > 0).to(torch.int8) + (counts == grid.q_block_size * grid.kv_block_size)
+
+    def of(self, mask: Mod | Reading, grid: MaskGrid, device: torch.device) -> torch.Tensor | None:
+        """Return the exact state of every block, found by generated kernels; see `exact`.
+
+        Returns:
+            The states; None where kernels cannot tell: the mask cannot be captured, a captured tensor lies elsewhere or
+            a number is huge, or blocks are not of a size that they take.
         """
         if not _is_taken(grid):
             return None
         try:
             with self._lock:
-                reading = self._live(mask_mod).current()
+                reading = mask if isinstance(mask, Reading) else self._live(mask).current()
                 launch = _launch(reading, grid, device)
                 if any(buffer.device != device for buffer in reading.buffers) or not scalars_are_trusted(
                     launch.scalars
@@ -85,6 +104,11 @@ class BlockStates:
             if len(self._kernels) > MAX_KEPT:
                 self._kernels.popitem(last=False)
         return kernels
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return the device that tensors made on `device` are on."""
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
 def _is_taken(grid: MaskGrid) -> bool:

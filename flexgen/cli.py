@@ -35,6 +35,7 @@ COMMANDS = {
     "resources": "registers, spills, shared memory, instructions, on any chip",
     "bench": "time the kernels on this GPU beside flex, cuDNN and eager",
     "tune": "search the fastest options on this GPU, and keep them",
+    "fuzz": "draw mods, shapes, layouts and options, and check each against float64",
     "options": "list the kernel options",
     "cache": "where emitted sources are kept; list or delete them",
 }

@@ -99,6 +99,26 @@ class NoFeasiblePlanError(FlexgenError):
     """No choice of tiles fits the target's shared memory and registers, or a forced one does not."""
 
 
+class OutOfResourcesError(NoFeasiblePlanError):
+    """A compiled kernel needs more of a device than it has.
+
+    Args:
+        entry: the kernel's name.
+        resource: of what, such as "shared memory".
+        required, available: how much; of memory in bytes.
+    """
+
+    def __init__(self, entry: str, resource: str, required: int, available: int, *, why: str, fix: str) -> None:
+        self.entry, self.resource, self.required, self.available = entry, resource, required, available
+        unit = "bytes of " if self.is_of_shared_memory else ""
+        what = f"{entry} needs {required} {unit}{resource}, and the device has {available}"
+        super().__init__(what, why=why, fix=fix)
+
+    @property
+    def is_of_shared_memory(self) -> bool:
+        return self.resource == "shared memory"
+
+
 class KernelCompileError(FlexgenError):
     """Triton, or the assembler behind it, refused an emitted kernel."""
 

@@ -48,8 +48,16 @@ def given_sides(kv_lengths: Any, page_table: Any, k_scale: Any, v_scale: Any) ->
     """Return those of the arguments that are given."""
     if kv_lengths is page_table is k_scale is v_scale is None:
         return NO_SIDES
-    sides = {"kv_lengths": kv_lengths, "page_table": page_table, "k_scale": k_scale, "v_scale": v_scale}
-    return {name: value for name, value in sides.items() if value is not None}
+    sides = {}
+    if kv_lengths is not None:
+        sides["kv_lengths"] = kv_lengths
+    if page_table is not None:
+        sides["page_table"] = page_table
+    if k_scale is not None:
+        sides["k_scale"] = k_scale
+    if v_scale is not None:
+        sides["v_scale"] = v_scale
+    return sides
 
 
 NO_EXTRAS = Extras(None, NO_AUX)

@@ -205,6 +205,7 @@ VARIABLE_DOCS: Mapping[str, str] = MappingProxyType(
         "WEIGHT_SCALE": "log2(e), times the softmax scale or the constant that score_mod ends with.",
         "MAX_SCALE": "What makes a row's maximum a score, where scores are kept without a constant factor.",
         "LIVE_KEYS": "Of a decode kernel: no row has more live keys, by the mask's constants.",
+        "held": "Of a decode kernel: programs that a multiprocessor holds at a time.",
         "resident": "Of a decode kernel: programs of a multiprocessor that the number of splits is counted for.",
         "PARTIAL_WIDTH": "Of a decode kernel: elements of a partial row in scratch memory, with its maximum and sum.",
         "COMBINE_SPLITS": "Splits of a row that the combining kernel reads at a time.",

@@ -130,6 +130,7 @@ class PreparedBackward:
         table: BlockTable | None,
         tables: Tables,
     ) -> None:
+        self.kernel = delta
         self._form, self._tables = form, tables
         # Lists by columns that the block mask lacks are derived anew each time: its own may be changed in place.
         self._columns_of = table if table is not None and _lacks_columns(table) else None

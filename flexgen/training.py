@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from flexgen.errors import NoFeasiblePlanError, OptionError, OutOfResourcesError
+from flexgen.fitting import Fitting, nothing_smaller
 from flexgen.ir.graph import Axis
 from flexgen.lowered import LoweredBackward
 from flexgen.lowering.plans import AnyBackwardPlan
@@ -86,6 +88,7 @@ class Training:
         self._options = options
         self._tables = tables
         self._kernels: dict[Hashable, _Kernels] = {}
+        self._fitting = Fitting()
         self._lock = threading.Lock()
 
     def backward(
@@ -105,7 +108,26 @@ class Training:
             if len(launches) >= MAX_FORMS:
                 launches.clear()
             launches[form] = prepared
-        return prepared.run(saved, grad_output, grad_logsumexp, called.scalars, called.given)
+        try:
+            return prepared.run(saved, grad_output, grad_logsumexp, called.scalars, called.given)
+        except OutOfResourcesError as error:
+            launches.clear()
+            self._take_less(prepared, error)
+            try:
+                return self.backward(called, saved, grad_output, grad_logsumexp, wanted)
+            except (NoFeasiblePlanError, OptionError):
+                raise nothing_smaller(error, self._options) from error
+
+    def _take_less(self, prepared: PreparedBackward, error: OutOfResourcesError) -> None:
+        """Plan kernels again for less, as one of them did not fit the device."""
+        with self._lock:
+            key = next((key for key, kept in self._kernels.items() if kept.delta is prepared.kernel), None)
+            if key is not None:  # else another thread has been here
+                kernels = self._kernels.pop(key)
+                plans = [plan for kernel, plan in kernels.passes if kernel.entry == error.entry]
+                if not plans:
+                    raise error
+                self._fitting.take_less(key, plans[0], error)
 
     def _prepare(
         self,
@@ -179,8 +201,9 @@ class Training:
         with self._lock:
             found = self._kernels.get(key)
             if found is None or found.delta.owner is not captured:
+                target = self._fitting.target(key, basis.target)
                 kernels = compile_backward(
-                    basis.understood, problem, guard, basis.target, self._options, trusted=trusted, wanted=wanted
+                    basis.understood, problem, guard, target, self._options, trusted=trusted, wanted=wanted
                 )
                 found = self._kernels[key] = _load(kernels, captured)
         return found

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         config.stash[OWN_CACHE] = tempfile.mkdtemp(prefix="flexgen-tests-")
         os.environ[CACHE_VARIABLE] = config.stash[OWN_CACHE]
+        # What was compiled in an earlier run of the tests is found again.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

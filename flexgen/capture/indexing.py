@@ -24,8 +24,8 @@ def index_node(context: Context, node: Node) -> Node:
 def _check_index(context: Context, index: Value) -> None:
     if index.dtype in (torch.bool, torch.uint8):
         context.refuse(
-            "indexing with a bool",
-            "a mask as an index selects a data-dependent number of elements.",
+            f"indexing with a {'bool' if index.dtype == torch.bool else 'uint8'}",
+            "torch takes it for a mask, which selects a data-dependent number of elements.",
             "use torch.where, or convert the index with `.long()`.",
         )
     if index.dtype.is_floating_point:

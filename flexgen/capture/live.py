@@ -67,6 +67,7 @@ class _Variant:
     probe: Probe
     slots: tuple[Slot, ...]
     bindings: Bindings
+    without_values: Reading  # of mods that capture none
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +129,11 @@ class LiveMods:
             CaptureError: a mod cannot be traced.
             UnsupportedOpError: a mod uses operations that are not compiled.
         """
-        reading = self._known(score_dtype)
+        reading = self.known(score_dtype)
         if reading is not None:
             return reading
         with self._lock:
-            reading = self._known(score_dtype)  # another thread may have captured meanwhile
+            reading = self.known(score_dtype)  # another thread may have captured meanwhile
             if reading is not None:
                 return reading
             for _ in range(_MAX_ATTEMPTS):
@@ -149,17 +150,24 @@ class LiveMods:
             fix="read it once outside of the mod, and capture the value",
         )
 
+    def of_the_same_code(self, score_mod: Mod | None, mask_mod: Mod | None) -> LiveMods:
+        """Return other mods that try these ones' captures first, and continue what was seen of numbers."""
+        made = LiveMods(score_mod, mask_mod, self._numbers)
+        made._variants = self._variants
+        return made
+
     def reader(self, captured: Captured) -> Reader:
         """Return how to read a current capture's values in Python that can itself be traced."""
         variant = next(variant for variant in self._variants if variant.captured is captured)
         return reader_of(variant.slots, variant.bindings, captured.mods)
 
-    def _known(self, score_dtype: torch.dtype) -> Reading | None:
+    def known(self, score_dtype: torch.dtype) -> Reading | None:
+        """Return what `current` does where that takes no tracing; else None."""
         for variant in self._variants:
             if variant.captured.score_dtype is score_dtype:
                 found = variant.probe(*self._mods)
                 if found is not None:
-                    return Reading(variant.captured, *found)
+                    return Reading(variant.captured, *found) if found[0] or found[1] else variant.without_values
         return None
 
     def _capture(self, score_dtype: torch.dtype) -> _Variant:
@@ -217,7 +225,8 @@ class _Attempt:
         mods = Mods(graphs.get("score"), graphs.get("mask"))
         slots, bindings = self._bindings(mods, buffers)
         captured = Captured(mods, self._origins(mods), self._score_dtype)
-        return _Variant(captured, compile_probe(list(roots), slots, bindings), slots, bindings)
+        probe = compile_probe(list(roots), slots, bindings)
+        return _Variant(captured, probe, slots, bindings, Reading(captured, (), ()))
 
     def _trace(self, roots: Mapping[str, Mod]) -> list[TracedMod]:
         replaced = {slot.index: symbolic(name, _number(slot)) for name, slot in self._scalars.items()}

@@ -184,7 +184,7 @@ class BackwardText:
             grad_call=self.grad.call(score="score", grad="grad_score", **self._indices()) if self.grad else "",
             live=self._live(),
             kept_call=kept_call(plan.DROPOUT, self._indices()["q_idx"], self._indices()["kv_idx"]),
-            counts=Checked(*(_of_each_pair(text) for text in self._counted())),
+            counts=Checked(*map(_of_pairs, self._counted())),
             counts_pairs=any(not scatter.carried and scatter.places for scatter in self.scatters),
             shares=Checked(*self._counted()),
             scatters=tuple(self._scatter_calls()),
@@ -414,6 +414,7 @@ class BackwardText:
                 yield Arg(f"{name}_stride_{letter}", Role.TABLE_STRIDE, name, dim, "i32", False)
 
 
-def _of_each_pair(condition: str) -> str:
-    """Return a condition over a whole tile of scores; "" holds for every pair."""
+def _of_pairs(condition: str) -> str:
+    """Return a condition for each pair of a tile; without one, true."""
+    # Compiled, tl.broadcast_to takes no Python bool; the interpreter would.
     return f"tl.broadcast_to({condition}, score.shape)" if condition else "tl.full(score.shape, True, tl.int1)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexgen.codegen.dialects.gluon import helpers_in, translate
+from flexgen.codegen.dialects.gluon import SPELLINGS, helpers_in, translate
 from flexgen.codegen.dialects.triton import Dialect
 from flexgen.codegen.emit import LOG2_E, mod_context
 from flexgen.codegen.gluon_backward_text import GluonBackwardHoles, GluonBackwardText
@@ -50,6 +50,7 @@ def emit_gluon_backward(mods: Mods, origins: Origins, grad: ScoreGrad | None, pl
         header=gluon_backward_header(mods, plan),
         plan=plan,
         holes=holes,
+        spelling=SPELLINGS[plan.spelling],
         variables=_variables(plan, holes),
         functions=functions,
         triton_words=any("tl." in function for function in functions),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from flexgen.codegen.dialects.gluon import helpers_in, translate
+from flexgen.codegen.dialects.gluon import SPELLINGS, helpers_in, translate
 from flexgen.codegen.dialects.triton import Dialect
 from flexgen.codegen.emit import LOG2_E, mod_context, row_max_floor
 from flexgen.codegen.gluon_header import gluon_header
@@ -41,6 +41,7 @@ def emit_gluon(mods: Mods, origins: Origins, plan: GluonPlan) -> KernelSource:
         header=gluon_header(mods, plan),
         plan=plan,
         holes=holes,
+        spelling=SPELLINGS[plan.spelling],
         variables=_variables(plan, holes),
         functions=functions,
     )

@@ -212,13 +212,14 @@ class NodePrinter:
         pointer = self._arg(Arg(f"{buffer.name}_ptr", Role.BUFFER, buffer.name, None, pointer_type(buffer.dtype), True))
         address = pointer
         for dim, index in enumerate(node.args):
-            if buffer.strides[dim] != "0":
-                self.name_index(buffer, dim, index)
+            self.name_index(buffer, dim, index)
             offset = self._offset(buffer, dim, index)
             address = address if offset is None else binary("+", Precedence.ADD, address, offset)
         mask = self._in_bounds(buffer, node)
         other = "0.0" if buffer.dtype.is_floating_point else "0"
         loaded = call("tl.load", address, *((f"mask={mask.text}", f"other={other}") if mask else ()))
+        inside = self._inside_repeats(buffer, node)
+        loaded = call("tl.where", inside, loaded, other) if inside else loaded
         return self._widen_loaded(buffer.dtype, loaded)
 
     def name_index(self, buffer: Buffer, dim: int, index: Node) -> None:
@@ -245,19 +246,18 @@ class NodePrinter:
 
     def _in_bounds(self, buffer: Buffer, node: Node) -> Expression | None:
         """Return the condition under which the address lies in the buffer; None where that is proved."""
-        terms = [term for dim, index in enumerate(node.args) for term in self._reach(buffer, dim, index)]
-        if not terms:
-            return None
-        condition = terms[0]
-        for term in terms[1:]:
-            condition = binary("&", Precedence.AND, condition, term)
-        return condition
+        return _all_of([term for dim, index in enumerate(node.args) for term in self._reach(buffer, dim, index)])
+
+    def _inside_repeats(self, buffer: Buffer, node: Node) -> Expression | None:
+        """Return the condition under which indices lie inside dimensions that repeat one element (stride 0).
+
+        They are no part of the address, so they cannot mask the load: its mask has no more axes than its address.
+        """
+        repeated = [(dim, index) for dim, index in enumerate(node.args) if buffer.strides[dim] == "0"]
+        return _all_of([term for dim, index in repeated for term in self.bounds(buffer, dim, index)])
 
     def _reach(self, buffer: Buffer, dim: int, index: Node) -> list[Expression]:
-        """Return what has to be checked before reading: along a broadcast dimension, that it has an element at all.
-
-        An address without the index must not be masked by it, and a mask over fewer axes is cheaper.
-        """
+        """Return what has to be checked before reading: along a repeated dimension, that it has an element at all."""
         terms = self.bounds(buffer, dim, index)
         if not terms or buffer.strides[dim] != "0":
             return terms
@@ -281,6 +281,16 @@ class NodePrinter:
         if dtype == torch.bool:
             return binary("!=", Precedence.COMPARE, loaded, Expression("0"))
         return loaded
+
+
+def _all_of(terms: list[Expression]) -> Expression | None:
+    """Return the conjunction of conditions; None for none."""
+    if not terms:
+        return None
+    condition = terms[0]
+    for term in terms[1:]:
+        condition = binary("&", Precedence.AND, condition, term)
+    return condition
 
 
 def _counts_from_the_end(buffer: Buffer, dim: int, index: Node) -> bool:

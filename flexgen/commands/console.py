@@ -6,7 +6,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TextIO, TypeVar
 
@@ -97,6 +98,20 @@ class Console:
 
     def _tracked(self, work: Sequence[Any], description: str) -> Iterator[Any]:
         yield from rich_track(work, description, console=self._rich_err, transient=True)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether notes go to a terminal, where a line may change."""
+        return self._rich_err is not None
+
+    @contextmanager
+    def status(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Show a line while work goes on, where a person is watching; what it yields changes it."""
+        if self._rich_err is None:
+            yield lambda text: None
+            return
+        with self._rich_err.status(text) as status:
+            yield status.update
 
     def flush(self) -> None:
         self._out.flush()

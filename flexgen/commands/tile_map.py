@@ -17,7 +17,7 @@ from flexgen.lowering.blocks import BlockRule
 from flexgen.lowering.plans import WalkPlan
 from flexgen.lowering.schedule import Walk
 from flexgen.runtime.mask_counts import MaskGrid, count_live_entries
-from flexgen.runtime.mask_evaluation import Mod
+from flexgen.runtime.mask_evaluation import CalledMask, Mod
 
 # Pairs of a mask that are evaluated, all of them; beyond, only those of tiles whose state the compiler did not prove.
 EVERY_PAIR = 1 << 27
@@ -110,7 +110,7 @@ def count_pairs(mask: MaskSubject, rows: int, columns: int) -> Tensor:
     grid = MaskGrid(1, 1, mask.shape.Lq, mask.shape.Lk, rows, columns)
     if mask.mod is None:
         return lengths(mask.shape.Lq, rows)[:, None] * lengths(mask.shape.Lk, columns)[None, :]
-    return count_live_entries(_at_place(mask.mod, mask), grid, torch.device("cpu"))[0, 0]
+    return count_live_entries(CalledMask(_at_place(mask.mod, mask)), grid, torch.device("cpu"))[0, 0]
 
 
 def _at_place(mod: Mod, mask: MaskSubject) -> Mod:

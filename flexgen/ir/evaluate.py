@@ -34,7 +34,8 @@ class _Environment:
         return tensors[0].device if tensors else torch.device("cpu")
 
     def number(self, value: object, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(value, dtype=self.dtype(dtype), device=self.device())
+        """Return a 0-d tensor, filled on its device: a copy from the host could not be captured in a CUDA graph."""
+        return torch.full((), value, dtype=self.dtype(dtype), device=self.device())  # type: ignore[call-overload,no-any-return]
 
 
 Evaluator = Callable[[_Environment, Node, tuple[Tensor, ...]], Tensor]

@@ -111,15 +111,20 @@ def input_node(name: str, dtype: torch.dtype = torch.int64) -> Node:
 def topological(*roots: Node) -> Iterator[Node]:
     """Yield every node under the roots once, arguments before users, in a stable order. Never recurses."""
     seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False) for root in reversed(roots)]
+    stack: list[Node | None] = list(reversed(roots))
     while stack:
-        node, ready = stack.pop()
-        if ready:
+        node = stack.pop()
+        if node is None:  # the arguments of the node below it are done
+            node = stack.pop()
+            assert node is not None
             yield node
         elif node not in seen:
             seen.add(node)
-            stack.append((node, True))
-            stack.extend((arg, False) for arg in reversed(node.args) if arg not in seen)
+            if node.args:
+                stack += (node, None)
+                stack += [arg for arg in reversed(node.args) if arg not in seen]
+            else:
+                yield node
 
 
 StrideClass = Literal["0", "1", "*"]  # broadcast, unit, known at run time only

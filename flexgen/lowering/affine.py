@@ -38,19 +38,32 @@ class Linear:
         return iter(self.terms.items())
 
     def __add__(self, other: Linear) -> Linear:
-        return Linear.of((*self, *other), self.constant + other.constant)
+        return self._plus(other, 1)
 
     def __sub__(self, other: Linear) -> Linear:
-        return self + other.scaled(-1)
+        return self._plus(other, -1)
+
+    def _plus(self, other: Linear, factor: int) -> Linear:
+        terms = dict(self.terms)
+        for atom, c in other.terms.items():
+            total = terms.get(atom, 0) + factor * c
+            if total:
+                terms[atom] = total
+            else:
+                del terms[atom]
+        return Linear(MappingProxyType(terms), self.constant + factor * other.constant)
 
     def scaled(self, factor: int) -> Linear:
-        return Linear.of(((atom, c * factor) for atom, c in self), self.constant * factor)
+        terms = {atom: c * factor for atom, c in self.terms.items()} if factor else {}
+        return Linear(MappingProxyType(terms), self.constant * factor)
 
     def plus(self, number: int) -> Linear:
         return Linear(self.terms, self.constant + number)
 
     def without(self, atom: Node) -> Linear:
-        return Linear.of(((other, c) for other, c in self if other is not atom), self.constant)
+        return Linear(
+            MappingProxyType({other: c for other, c in self.terms.items() if other is not atom}), self.constant
+        )
 
     def replaced(self, atom: Node, by: Linear) -> Linear:
         return self.without(atom) + by.scaled(self.terms[atom])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import linecache
 import logging
 import sys
@@ -19,12 +20,16 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, make_backend
 from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from flexgen.codegen.source import LineOrigin
-from flexgen.errors import InternalError, KernelCompileError, OptionError, SourceSpan
+from flexgen.errors import InternalError, KernelCompileError, OptionError, OutOfResourcesError, SourceSpan
 from flexgen.runtime.arguments import TypedArg
+from flexgen.runtime.cache import source_cache
+from flexgen.runtime.compiled_cache import compiling_into
 from flexgen.runtime.environment import read_environment
+from flexgen.runtime.file_lock import LOCKS, only_one
 from flexgen.runtime.gluon_source import gluon_source
 from flexgen.runtime.line_origin import with_origin
 
@@ -91,6 +96,8 @@ COMPILATIONS = CompilationCount()
 # Triton's compiler keeps state in module globals (knobs, its cache of JIT functions' hashes), so one at a time.
 _compiling = threading.RLock()
 
+PATIENCE = 300.0  # seconds to wait for another process that compiles the same kernel
+
 _STAGE_ORDER = ("ttir", "ttgir", "llir", "ptx", "amdgcn", "cubin", "hsaco")
 
 
@@ -134,9 +141,24 @@ def compile_entry(
         _check_options(gpu_target, options, target.name)
         COMPILATIONS.increment()
         start = time.perf_counter()
-        kernel = _compile(source, gpu_target, options)
+        try:
+            kernel = _compile(source, gpu_target, options)
+        except OutOfResources as error:
+            raise out_of_resources(entry, error, num_warps, num_stages) from error
         _log.info("compiled %s for %s in %.2f s, %s", entry, target.name, time.perf_counter() - start, options)
     return _binary(kernel, target)
+
+
+def out_of_resources(entry: str, error: OutOfResources, num_warps: int, num_stages: int) -> OutOfResourcesError:
+    """Return flexgen's error for Triton's."""
+    return OutOfResourcesError(
+        entry,
+        error.name,
+        error.required,
+        error.limit,
+        why=f"it was compiled with num_warps={num_warps} and num_stages={num_stages}",
+        fix="choose smaller blocks, fewer stages, or leave those options to flexgen",
+    )
 
 
 def _jit_function(module: ModuleType, entry: str) -> JITFunction[Any]:
@@ -154,7 +176,7 @@ def _jit_function(module: ModuleType, entry: str) -> JITFunction[Any]:
 
 def _check_options(gpu_target: GPUTarget, options: Mapping[str, object], target: str) -> None:
     """Refuse what Triton would silently ignore."""
-    known = vars(make_backend(gpu_target).parse_options({}))
+    known = vars(make_backend(gpu_target).parse_options(_with_fusion({})))
     for name in options:
         if name not in known:
             raise OptionError(
@@ -164,10 +186,27 @@ def _check_options(gpu_target: GPUTarget, options: Mapping[str, object], target:
             )
 
 
-def _compile(source: ASTSource, gpu_target: GPUTarget, options: dict[str, object]) -> Any:
-    """Compile through Triton's cache; where that cannot be written, through a temporary one."""
+def _with_fusion(options: Mapping[str, object]) -> dict[str, object]:
+    """Say that products are added in one instruction, unless the environment says otherwise, as it may for Triton.
+
+    It has always been the default; Triton 3.9 warns of one that will not be.
+    """
+    return {"enable_fp_fusion": knobs.language.default_fp_fusion, **options}
+
+
+def _compile(source: ASTSource, gpu_target: GPUTarget, options: Mapping[str, object]) -> Any:
+    """Compile through a cache; where that cannot be written, through a temporary one.
+
+    Of processes that want the same kernel at the same time, one compiles it, and the others find it.
+    """
+    options = _with_fusion(options)
+    what = f"{source.hash()} {gpu_target} {sorted(options.items())}"
+    lock = f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
+    cache = source_cache()
+    directory = cache.directory
     try:
-        return triton.compile(source, target=gpu_target, options=options)
+        with compiling_into(None if cache.is_temporary else directory), only_one(directory / LOCKS / lock, PATIENCE):
+            return triton.compile(source, target=gpu_target, options=options)
     except OSError:  # read-only, full, or not a directory
         # The results are read back into memory before the directory goes.
         with without_cache():
@@ -211,7 +250,7 @@ def _located_errors(
 ) -> Iterator[None]:
     try:
         yield
-    except OptionError:
+    except (OptionError, OutOfResourcesError):
         raise
     except Exception as error:
         where, reason = _locate(error, module)

@@ -17,11 +17,13 @@ class Environment:
             None when the user has no home directory.
         triton_interprets: whether TRITON_INTERPRET makes every `triton.jit` function an interpreted one, which leaves
             nothing to compile.
+        triton_cache_is_chosen: whether a variable of Triton's says where and how it keeps what it compiles.
         log: FLEXGEN_LOG, which the command line takes for what to log; "" by default.
     """
 
     cache_dir: Path | None
     triton_interprets: bool
+    triton_cache_is_chosen: bool
     log: str
 
 
@@ -31,8 +33,12 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     return Environment(
         cache_dir=_cache_dir(variables),
         log=variables.get("FLEXGEN_LOG", ""),
+        triton_cache_is_chosen=any(variables.get(name) for name in _TRITON_CACHE),
         triton_interprets=variables.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"),
     )
+
+
+_TRITON_CACHE = ("TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER", "TRITON_HOME")
 
 
 def _cache_dir(variables: Mapping[str, str]) -> Path | None:

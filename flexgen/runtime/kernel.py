@@ -16,9 +16,8 @@ from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.bind import bind
-from flexgen.runtime.cache import SourceCache
+from flexgen.runtime.cache import source_cache
 from flexgen.runtime.describe import Launch, address
-from flexgen.runtime.environment import read_environment
 from flexgen.runtime.load import load_module
 
 ALIGNMENT = 16
@@ -72,15 +71,9 @@ class BackwardGrid(Protocol):
 Plan = ForwardPlan | BackwardGrid | DeltaPlan | OwnGrid
 
 
-@cache
-def source_cache() -> SourceCache:
-    """Return the process's cache of emitted sources."""
-    return SourceCache(read_environment().cache_dir)
-
-
 def module_of(source: KernelSource) -> ModuleType:
     """Return the loaded module of an emitted source, kept on disk under its key."""
-    return load_module(source_cache().get(source.key, lambda: source.text))
+    return load_module(source_cache().keep(source.key, source.text))
 
 
 Execute = Callable[[tuple[int, int, int], Sequence[Any]], None]
@@ -137,6 +130,14 @@ class Kernel:
     @property
     def args(self) -> tuple[Arg, ...]:
         return self._source.args
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
+
+    @property
+    def entry(self) -> str:
+        return self._source.entry
 
     def grid(self, launch: Launch) -> tuple[int, int, int]:
         return (program_count(self._plan, launch), 1, 1)

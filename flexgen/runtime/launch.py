@@ -11,9 +11,9 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from flexgen.codegen.source import LineOrigin
-from flexgen.errors import InternalError, NoFeasiblePlanError
+from flexgen.errors import InternalError
 from flexgen.runtime.arguments import TypedArg, is_pointer
-from flexgen.runtime.build import TargetFacts, compile_entry
+from flexgen.runtime.build import TargetFacts, compile_entry, out_of_resources
 from flexgen.runtime.submit import Submit, make_submit
 
 
@@ -161,8 +161,4 @@ class Launcher:
         try:
             return make_submit(binary.kernel, device)
         except OutOfResources as error:
-            raise NoFeasiblePlanError(
-                f"{self._entry} needs {error.required} of {error.name}, and the device has {error.limit}",
-                why=f"it was compiled with num_warps={self._num_warps} and num_stages={self._num_stages}",
-                fix="choose smaller blocks, fewer stages, or leave those options to flexgen",
-            ) from error
+            raise out_of_resources(self._entry, error, self._num_warps, self._num_stages) from error

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch.nn.functional import pad
 
-from flexgen.runtime.mask_evaluation import IndexBox, Mod, batch_and_head_matter, evaluate_mask
+from flexgen.runtime.mask_evaluation import BoxMask, IndexBox
 
 # Entries of the mask evaluated at once; a mod's int64 intermediates take eight bytes for each of them.
 # CPU: measured with torch 2.13 on 2 cores, where 2**22 already takes thrice as long. Accelerators: a guess that
@@ -39,12 +39,12 @@ class MaskGrid:
 
 
 def count_live_entries(
-    mask_mod: Mod, grid: MaskGrid, device: torch.device, tile_entries: int | None = None
+    mask: BoxMask, grid: MaskGrid, device: torch.device, tile_entries: int | None = None
 ) -> torch.Tensor:
     """Return the number of (q_idx, kv_idx) pairs allowed in each block.
 
     Args:
-        mask_mod: the mask, called on 0-d indices.
+        mask: evaluated box by box.
         grid: the extents; any of them may be 0.
         device: where the mask is evaluated.
         tile_entries: an upper bound on the entries evaluated at once; None for the device's own.
@@ -59,12 +59,12 @@ def count_live_entries(
     if 0 in shape:
         return torch.zeros(shape, dtype=torch.int64, device=device)
     limit = tile_entries or (CPU_TILE_ENTRIES if device.type == "cpu" else ACCELERATOR_TILE_ENTRIES)
-    batch_matters, head_matters = batch_and_head_matter(mask_mod, device)
+    batch_matters, head_matters = mask.batch_and_head_matter(device)
     batch = grid.batch if batch_matters else 1
     heads = grid.heads if head_matters else 1
     counts = torch.zeros(batch, heads, *shape[2:], dtype=torch.int64, device=device)
     for box in _tiles(grid, batch, heads, limit):
-        _add_counts(counts, evaluate_mask(mask_mod, box, device), box, grid)
+        _add_counts(counts, mask.on(box, device), box, grid)
     return counts.expand(shape)
 
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -33,6 +33,29 @@ class IndexBox:
         """Return the four index vectors, int64."""
         axes = (self.b, self.h, self.q_idx, self.kv_idx)
         return [torch.arange(axis.start, axis.stop, device=device) for axis in axes]
+
+
+class BoxMask(Protocol):
+    """A mask that can be evaluated on a box of indices."""
+
+    def on(self, box: IndexBox, device: torch.device) -> torch.Tensor:
+        """Return what the mask allows in the box: bool [len(b), len(h), len(q_idx), len(kv_idx)]."""
+
+    def batch_and_head_matter(self, device: torch.device) -> tuple[bool, bool]:
+        """Return whether the mask's value depends on b, and on h."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalledMask:
+    """A BoxMask that calls a mask_mod."""
+
+    mask_mod: Mod
+
+    def on(self, box: IndexBox, device: torch.device) -> torch.Tensor:
+        return evaluate_mask(self.mask_mod, box, device)
+
+    def batch_and_head_matter(self, device: torch.device) -> tuple[bool, bool]:
+        return batch_and_head_matter(self.mask_mod, device)
 
 
 def evaluate_mask(mask_mod: Mod, box: IndexBox, device: torch.device) -> torch.Tensor:
@@ -103,7 +126,7 @@ def _gather_indices(table: torch.Tensor, index: tuple[Any, ...]) -> list[torch.T
             case torch.Tensor():
                 operands.append(item)
             case int():
-                operands.append(torch.tensor(item, device=table.device))
+                operands.append(torch.full((), item, device=table.device))  # no copy from the host: see CUDA graphs
             case slice(start=None, stop=None, step=None):
                 operands.append(None)
             case _:

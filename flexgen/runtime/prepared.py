@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from flexgen.options import Layout
 from flexgen.runtime.describe import Launch
 from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.outputs import OutputForm
 from flexgen.runtime.prepared_step import PreparedStep
 from flexgen.runtime.table_cache import TableRequest
+from flexgen.runtime.warm_launch import Memory, WarmForm, WarmLaunch
 
-Tensors = Mapping[str, Any]  # and the numbers that a call brings beside them
+Named = Mapping[str, Any]  # tensors and numbers by name
 
 
 def tensor_form(tensor: torch.Tensor) -> tuple[Hashable, ...]:
@@ -27,6 +29,7 @@ class Prepared:
     Args:
         kernel, launch: what to run, and a launch of this form; captured values in the order a reading lists them.
         outputs: how to allocate the outputs.
+        layout: of the caller's tensors.
         keep: objects whose identity is part of the form, kept alive.
         request: the derived table that calls need; then the lists come with each call.
     """
@@ -36,13 +39,17 @@ class Prepared:
         kernel: Kernel,
         launch: Launch,
         outputs: OutputForm,
+        layout: Layout,
         keep: tuple[object, ...],
         request: TableRequest | None = None,
     ) -> None:
-        self.request = request
+        self.kernel, self.request = kernel, request
         self.basis: Any = None  # makes what the backward needs to know; set by whoever prepares
-        self._outputs = outputs
-        self._is_like_query = outputs.is_like(launch.tensors["query"])
+        self.columns_outside = outputs.columns_outside
+        self._warm: WarmLaunch | None = None
+        self._outputs, self._layout = outputs, layout
+        has_more = bool(outputs.logsumexp or outputs.max_scores or launch.dropout is not None or launch.cu_seqlens)
+        self._may_be_warm = request is None and not has_more and not outputs.columns_outside
         self._keep = keep
         launch = kernel.settled(launch)
         self._scratch = kernel.scratch_elements(launch)
@@ -57,7 +64,7 @@ class Prepared:
         tensors: dict[str, Any],
         buffers: Sequence[torch.Tensor],
         scalars: Sequence[int | float],
-        lists: Tensors,
+        lists: Named,
     ) -> dict[str, torch.Tensor]:
         """Launch with query, key, value and whatever else the call brings by name; return the outputs.
 
@@ -67,10 +74,28 @@ class Prepared:
             lists: of a derived table.
         """
         query = tensors["query"]
-        outputs = {"output": torch.empty_like(query)} if self._is_like_query else self._outputs.allocate(query)
+        outputs = self._outputs.allocate(query)
         tensors.update(outputs)
         if self._scratch is not None:
             tensors["partials"] = query.new_empty(self._scratch, dtype=self._outputs.aux_dtype)
         for step in self._steps:
             step.run(tensors, buffers, scalars, lists)
         return outputs
+
+    def warmed(self, form: WarmForm) -> WarmLaunch | None:
+        """Return the same launch without looking at anything again; None where that is not possible, or not yet.
+
+        Args:
+            form: of calls with this launch.
+        """
+        if self._warm is None and self._may_be_warm and all(step.is_bound for step in self._steps):
+            query = form.tensors[0]
+            output = self._outputs.allocate(query.to("meta"))["output"]
+            output = output if self._layout == "bhsd" else output.transpose(1, 2)
+            memory = Memory(output.shape, output.stride(), self._scratch_in(query.dtype))
+            self._warm = WarmLaunch(self._steps, memory, form, self._keep)
+        return self._warm
+
+    def _scratch_in(self, dtype: torch.dtype) -> int | None:
+        """Return the elements of a dtype, no larger than the scratch's own, that the scratch takes."""
+        return None if self._scratch is None else self._scratch * (self._outputs.aux_dtype.itemsize // dtype.itemsize)

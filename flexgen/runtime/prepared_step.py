@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexgen.codegen.source import Role
 from flexgen.runtime.bind import bind
 from flexgen.runtime.describe import Launch
-from flexgen.runtime.gluon_descriptor import descriptor_form
+from flexgen.runtime.gluon_descriptor import DescriptorForm, descriptor_form
 from flexgen.runtime.kernel import Step
 
 Named = Mapping[str, Any]  # tensors and numbers by name
+Submitter = Callable[[Sequence[object]], None]
 _BY_NAME = (Role.TENSOR, Role.SIDE, Role.CU_SEQLENS)
+
+
+class FromList(NamedTuple):
+    """How a bound step launches from a list of values.
+
+    Attributes:
+        submit: launches with these arguments.
+        plain: the arguments, of which some are filled in:
+        places: the positions of those, and which of the list's values they take.
+        described: the positions of descriptors, the names of their tensors, and their forms.
+    """
+
+    submit: Submitter
+    plain: list[Any]
+    places: list[tuple[int, int]]
+    described: list[tuple[int, str, DescriptorForm]]
 
 
 class PreparedStep:
@@ -31,7 +48,7 @@ class PreparedStep:
         args = step.args
         self._execute, self._grid = step.execute, step.grid
         self._bind: Callable[..., Any] | None = getattr(step.execute, "bound", None) if 0 not in self._grid else None
-        self._submit: Callable[[Sequence[object]], None] | None = None
+        self._submit: Submitter | None = None
         self._values: list[Any] = list(bind(args, launch, outputs))
         self._plain: list[Any] = []
         tensors = {**launch.tensors, **outputs}
@@ -85,6 +102,24 @@ class PreparedStep:
         if self._bind is not None and not any(lists[name].data_ptr() & 15 for _, name in self._tables):
             self._plain = [_plain(value) for value in self._values]
             self._submit = self._bind(self._grid, values)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it has run on what takes plain addresses, and its block lists do not change."""
+        return self._submit is not None and not self._tables
+
+    def from_list(self, named: Mapping[str, int], buffers_at: int, scalars_at: int) -> FromList:
+        """Return how to launch from a list of values, where it is bound.
+
+        Args:
+            named: where tensors and numbers stand in the list, by name.
+            buffers_at, scalars_at: where captured tensors and numbers begin.
+        """
+        assert self._submit is not None, "the first launch binds"
+        places = [(at, named[name]) for at, name in (*self._tensors, *self._numbers)]
+        places += [(at, buffers_at + index) for at, index in self._buffers]
+        places += [(at, scalars_at + index) for at, index in self._scalars]
+        return FromList(self._submit, self._plain, places, self._described)
 
     def _fill_numbers(self, values: list[Any], named: Named, scalars: Sequence[int | float]) -> None:
         for at, name, form in self._described:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from triton import knobs
 
@@ -133,7 +134,7 @@ def _assemble_again(binary: Binary, directory: Path) -> str:
     ptx.write_text(_text(binary, "ptx"))
     metadata = binary.metadata
     capability = int(str(metadata["arch"]).removeprefix("sm"))
-    ptxas = (knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas).path
+    ptxas = _nvidia_compiler().get_ptxas(capability).path  # which of two depends on the version of Triton
     arguments = ["-v", "-lineinfo", f"--gpu-name=sm_{capability}{'a' if capability >= 90 else ''}"]
     arguments += [] if metadata["enable_fp_fusion"] else ["--fmad=false"]
     arguments += str(metadata["ptx_options"]).split() if metadata.get("ptx_options") else []
@@ -144,10 +145,14 @@ def _assemble_again(binary: Binary, directory: Path) -> str:
 @cache
 def _register_allocation() -> list[str]:
     """Return the register allocator's option that this version of Triton passes, if it passes one."""
+    found = re.search(r"--regAllocOptLevel=\d", Path(str(_nvidia_compiler().__file__)).read_text())
+    return [found.group()] if found else []
+
+
+def _nvidia_compiler() -> Any:
     from triton.backends.nvidia import compiler  # the backend is there only where Triton was built with it
 
-    found = re.search(r"--regAllocOptLevel=\d", Path(str(compiler.__file__)).read_text())
-    return [found.group()] if found else []
+    return compiler
 
 
 def _warnings(log: str) -> tuple[str, ...]:

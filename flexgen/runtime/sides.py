@@ -11,6 +11,7 @@ import torch
 
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
 
+SIDE_NAMES = ("kv_lengths", "page_table", "k_scale", "v_scale")
 LENGTH_DTYPES = (torch.int32, torch.int64)
 PAGE_MULTIPLE = 16  # keys: what tiles are made of
 

@@ -2,8 +2,11 @@
 
 Triton's own path from a call to the driver binds arguments by name, keys on every type and value, and builds closures:
 tens of microseconds. The compiled C function below it takes the same values as plain integers. Its argument order is
-the one thing that differs between versions, so the two orders known (3.6 and 3.7) are spelled here, and anything else
-takes Triton's documented `kernel.run`. Triton's launch hooks, which its profiler sets, are not called.
+the one thing that differs between versions, so the two orders known (3.6, and 3.7 to 3.9) are spelled here, and
+anything else takes Triton's documented `kernel.run`. Triton's launch hooks, which its profiler sets, are not called.
+
+Since 3.8 a CompiledKernel that goes unloads its machine code, so what launches it reads the handle from it each time,
+and thereby keeps it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ def make_submit(kernel: Any, device: int) -> Submit:
         device: index of the current CUDA device.
     """
     run = kernel.run  # loads the machine code and builds the C launcher
-    if getattr(run, "profile_scratch_size", 0) or not hasattr(run, "launch_pdl"):
+    instrumented = getattr(run, "profile_scratch_size", 0) or getattr(run, "gsan_enabled", False)
+    if instrumented or not hasattr(run, "launch_pdl"):
         return _through_triton(kernel, run, device)
     scratch = _scratch(run, device)
     if hasattr(run, "arg_annotations"):
@@ -35,25 +39,28 @@ def make_submit(kernel: Any, device: int) -> Submit:
 
 
 def _since_3_6(kernel: Any, run: Any, scratch: Callable[[int], torch.Tensor | None]) -> Submit:
-    launch, function, packed = run.launch, kernel.function, kernel.packed_metadata
+    launch, packed = run.launch, kernel.packed_metadata
     cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
 
     def submit(x: int, y: int, z: int, stream: int, values: Sequence[object]) -> None:
         memory = scratch(x * y * z)
-        launch(x, y, z, stream, function, cooperative, dependent, memory, None, packed, None, None, None, *values)
+        launch(
+            *(x, y, z, stream, kernel.function, cooperative, dependent),
+            *(memory, None, packed, None, None, None, *values),
+        )
 
     return submit
 
 
 def _since_3_7(kernel: Any, run: Any, scratch: Callable[[int], torch.Tensor | None]) -> Submit:
-    launch, function, packed = run.launch, kernel.function, kernel.packed_metadata
+    launch, packed = run.launch, kernel.packed_metadata
     cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
     annotations, signature = run.arg_annotations, run.kernel_signature
 
     def submit(x: int, y: int, z: int, stream: int, values: Sequence[object]) -> None:
         memory = scratch(x * y * z)
         launch(
-            *(x, y, z, stream, function, cooperative, dependent, packed),
+            *(x, y, z, stream, kernel.function, cooperative, dependent, packed),
             *(None, None, None, memory, None, annotations, signature, values),
         )
 
@@ -62,7 +69,7 @@ def _since_3_7(kernel: Any, run: Any, scratch: Callable[[int], torch.Tensor | No
 
 def _through_triton(kernel: Any, run: Any, device: int) -> Submit:
     """Launch as Triton documents it; slower, and the way for AMD and for versions that are not known here."""
-    function, packed = kernel.function, kernel.packed_metadata
+    packed = kernel.packed_metadata
 
     def allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int8, device=f"cuda:{device}")
@@ -70,7 +77,7 @@ def _through_triton(kernel: Any, run: Any, device: int) -> Submit:
     def submit(x: int, y: int, z: int, stream: int, values: Sequence[object]) -> None:
         before = _allocation._allocator.set(allocate)
         try:
-            run(x, y, z, stream, function, packed, None, None, None, *values)
+            run(x, y, z, stream, kernel.function, packed, None, None, None, *values)
         finally:
             _allocation._allocator.reset(before)
 

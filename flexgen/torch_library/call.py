@@ -23,6 +23,7 @@ from flexgen.torch_library.refuse import refuse
 from flexgen.torch_library.spec import AT_ZERO, KEPT, Starts, print_options, spec_of
 from flexgen.torch_library.transforms import call_transformed
 
+dispatch_modes, interpreter_stack = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key, value
 
 
@@ -70,14 +71,12 @@ def score_dtype(query_dtype: torch.dtype) -> torch.dtype:
 
 def needs_operator(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether someone other than autograd must see the call: a compiler, a dispatch mode, a functorch transform."""
-    return (
-        torch.compiler.is_compiling()
-        or _is_special(query)
-        or _is_special(key)
-        or _is_special(value)
-        or torch._C._len_torch_dispatch_stack() > 0
-        or _is_transformed()
-    )
+    return is_observed() or _is_special(query) or _is_special(key) or _is_special(value)
+
+
+def is_observed() -> bool:
+    """Whether a compiler, a dispatch mode or a functorch transform watches what happens now."""
+    return torch.compiler.is_compiling() or dispatch_modes() > 0 or _is_transformed()
 
 
 def _is_special(tensor: Any) -> bool:
@@ -96,7 +95,7 @@ def share_of(tensors: Tensors, layout: Layout) -> Any:
 
 def _is_transformed() -> bool:
     """Whether a transform of torch.func, or forward-mode differentiation, is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def call_operator(

@@ -1,4 +1,4 @@
-"""The operators `flexgen::attention` and `flexgen::attention_backward`: schemas, fake kernels, autograd and vmap."""
+"""flexgen's operators: schemas, fake kernels, autograd and vmap."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from flexgen.errors import UnsupportedProblemError
-from flexgen.runtime.differentiable import double_backward
+from flexgen.runtime.differentiable import double_backward, refuse_gradients
 from flexgen.torch_library.run import Arguments, fake_backward, fake_forward, run_backward, run_forward
+from flexgen.torch_library.traced_masks import run_block_states, run_mask
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -54,6 +55,7 @@ def _(*arguments: Any) -> list[torch.Tensor]:
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     query, key, value, buffers, lists, offsets, seed, *plain = inputs
+    refuse_gradients((), key)
     present = [tensor for tensor in lists if tensor is not None]
     ctx.save_for_backward(query, key, value, output[0], output[1], output[3], seed, *buffers, *offsets, *present)
     ctx.counts = (len(buffers), len(offsets), [tensor is not None for tensor in lists])
@@ -141,3 +143,30 @@ def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[torch.
     results = _each(attention_backward, info, in_dims, arguments)
     grads = [torch.stack(parts) for parts in zip(*results, strict=True)]
     return grads, [0] * len(grads)
+
+
+_MASK = "Tensor[] buffers, SymInt[] integers, float[] floats, SymInt[] sizes, Device device, str spec"
+
+
+@_operator("flexgen::block_states", mutates_args=(), schema=f"({_MASK}) -> Tensor")
+def block_states(*arguments: Any) -> torch.Tensor:
+    """Return which blocks of a mask hold live pairs; see `run_block_states`."""
+    return run_block_states(*arguments)
+
+
+@block_states.register_fake
+def _(buffers: Any, integers: Any, floats: Any, sizes: Any, device: torch.device, spec: str) -> torch.Tensor:
+    batch, heads, query_length, key_length, q_block_size, kv_block_size = sizes
+    blocks = (-(-query_length // q_block_size), -(-key_length // kv_block_size))
+    return torch.empty((batch, heads, *blocks), dtype=torch.int8, device=device)
+
+
+@_operator("flexgen::mask", mutates_args=(), schema=f"({_MASK}) -> Tensor")
+def mask(*arguments: Any) -> torch.Tensor:
+    """Return the whole mask of a mod; see `run_mask`."""
+    return run_mask(*arguments)
+
+
+@mask.register_fake
+def _(buffers: Any, integers: Any, floats: Any, sizes: Any, device: torch.device, spec: str) -> torch.Tensor:
+    return torch.empty(tuple(sizes), dtype=torch.bool, device=device)

@@ -18,6 +18,7 @@ from flexgen.options import Layout
 from flexgen.runtime.describe import check_tensors, to_bhsd
 from flexgen.runtime.differentiable import Saved, max_scores_gradient
 from flexgen.runtime.dropout import Dropout
+from flexgen.runtime.outputs import dense_strides, memory_order
 from flexgen.runtime.packing import Packing, check_packing
 from flexgen.torch_library.block_lists import block_mask_of
 from flexgen.torch_library.spec import KEPT, captured_of, parse_options
@@ -111,10 +112,8 @@ def fake_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     d = value.shape[3]
     if call.layout == "bshd":
         output = query.new_empty((b, s, h, d))
-    elif query.stride(1) < query.stride(2):
-        output = query.new_empty((b, s, h, d)).transpose(1, 2)
     else:
-        output = query.new_empty((b, h, s, d))
+        output = query.new_empty_strided((b, h, s, d), dense_strides((b, h, s, d), memory_order(query)))
     aux = query.new_empty((b, h, s), dtype=call.aux_dtype)
     tail = aux.new_empty((b, h, s) if _has_tail(call) else (0,))
     return output, aux, aux.new_empty((b, h, s) if call.max_scores else (0,)), tail
@@ -162,7 +161,7 @@ def run_backward(
             query,
             key,
             value,
-            to_bhsd(output, layout),
+            _with_columns_inside(to_bhsd(output, layout)),
             logsumexp,
             tail,
             tuple(call.buffers),
@@ -174,6 +173,11 @@ def run_backward(
         frozenset(wanted_names),
     )
     return [_as_given(call, name, found[name]) for name in wanted_names]
+
+
+def _with_columns_inside(output: torch.Tensor) -> torch.Tensor:
+    """Return the output as a kernel writes it: each row's columns are next to each other."""
+    return output if output.stride(3) == 1 else output.contiguous()
 
 
 class _UnusedMaxScores:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flexgen.options import Layout
 from flexgen.runtime.describe import check_tensors
+from flexgen.runtime.outputs import dense_strides, memory_order
 from flexgen.torch_library.distributed import is_distributed
 from flexgen.torch_library.refuse import refuse
 
@@ -253,9 +254,6 @@ def _part(tensor: torch.Tensor | None, dim: int, span: Span) -> torch.Tensor | N
 
 
 def _stride_of_whole(local: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor of another shape whose heads and rows are in the same order in memory."""
-    rest = shape[3] if len(shape) == 4 else 1
-    plain = (shape[1] * shape[2] * rest, shape[2] * rest, rest, 1)
-    if len(shape) == 4 and local.stride(1) < local.stride(2):
-        plain = (plain[0], rest, shape[1] * rest, 1)
-    return plain[: len(shape)]
+    """Return the strides of a dense tensor of another shape whose dimensions lie in the same order in memory."""
+    order = memory_order(local) if len(shape) == 4 else range(len(shape))
+    return dense_strides(shape, order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.capture.live import LiveMods, NumberHistory
+from flexgen.capture.traceable import read
 from flexgen.extras import Extras
 from flexgen.jagged import is_nested, read_jagged
 from flexgen.options import Options
@@ -26,7 +28,7 @@ from flexgen.torch_library.call import (
     seed_and_probability,
     share_of,
 )
-from flexgen.torch_library.recorded import form_of_records, record, shows_no_values
+from flexgen.torch_library.recorded import Captures, RecordedForm, form_of_records, record, shows_no_values
 from flexgen.torch_library.spec import AT_ZERO, KEPT, Starts
 
 Parts = tuple[Any, Any]
@@ -65,18 +67,66 @@ def _call_recorded(
     tensors: Tensors,
     extras: Extras,
 ) -> dict[str, torch.Tensor]:
-    dtype = tensors[0].dtype
-    captured: list[torch.Tensor] = []
-    score = record(score_mod, score_dtype(dtype), captured)
-    mask = record(mask_mod, None, captured)
-    kinds = tuple([(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in captured])
     share = share_of(tensors, "bhsd")
-    form = form_of_records(score, mask, kinds, options, dtype, AT_ZERO if share is None else share.starts)
-    buffers = [captured[place] for place in form.order]
+    starts = AT_ZERO if share is None else share.starts
+    operands = _recorded(score_mod, mask_mod, options, tensors[0].dtype, starts)
     lists, sizes = lists_of(extras.block_table)
     offsets, (seed, p) = offsets_of(extras), seed_and_probability(extras.dropout)
-    numbers: tuple[Any, ...] = ([], [], extras.scale, extras.aux.max_scores, p)
-    return call_with(share, tensors, buffers, lists, offsets, seed, sizes, *numbers, form.spec, form.options)
+    numbers: tuple[Any, ...] = (operands.integers, operands.floats, extras.scale, extras.aux.max_scores, p)
+    texts = (operands.spec, operands.options)
+    return call_with(share, tensors, operands.buffers, lists, offsets, seed, sizes, *numbers, *texts)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What an operator takes of mods: their texts, and what they captured."""
+
+    spec: str
+    options: str
+    buffers: list[torch.Tensor]
+    integers: list[int]
+    floats: list[float]
+
+
+def operands_of(score_mod: Any, mask_mod: Any) -> Operands:
+    """Return what an operator takes of mods that are computed apart from an attention, with scores in float32."""
+    if shows_no_values(score_mod) or shows_no_values(mask_mod):
+        return _recorded(score_mod, mask_mod, (), torch.float32, AT_ZERO)
+    form = _form(*_parts(score_mod), *_parts(mask_mod), (), torch.float32, AT_ZERO)
+    captured = read(form.reader, score_mod, mask_mod)
+    return Operands(form.spec, form.options, captured.buffers, captured.integers, captured.floats)
+
+
+def _recorded(
+    score_mod: Any,
+    mask_mod: Any,
+    options: tuple[tuple[str, Any], ...],
+    dtype: torch.dtype,
+    starts: Starts,
+) -> Operands:
+    captures = Captures(keeps_symbols=True)
+    form = _form_of(score_mod, mask_mod, options, dtype, starts, captures)
+    if form is None:
+        captures = Captures(keeps_symbols=False)
+        form = _form_of(score_mod, mask_mod, options, dtype, starts, captures)
+    assert form is not None
+    buffers = [captures.tensors[place] for place in form.buffers]
+    integers = [captures.symbols[place] for place in form.integers]
+    return Operands(form.spec, form.options, buffers, integers, [])
+
+
+def _form_of(
+    score_mod: Any,
+    mask_mod: Any,
+    options: tuple[tuple[str, Any], ...],
+    dtype: torch.dtype,
+    starts: Starts,
+    captures: Captures,
+) -> RecordedForm | None:
+    score = record(score_mod, score_dtype(dtype), captures)
+    mask = record(mask_mod, None, captures)
+    kinds = tuple([(it.dtype, captures.sizes(it), it.requires_grad) for it in captures.tensors])
+    return form_of_records(score, mask, kinds, len(captures.symbols), options, dtype, starts)
 
 
 def _parts(mod: Any) -> Parts:

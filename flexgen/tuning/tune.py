@@ -13,8 +13,8 @@ import torch
 from flexgen.errors import NoFeasiblePlanError
 from flexgen.lowered import Lowered
 from flexgen.options import Layout
+from flexgen.runtime.cache import source_cache
 from flexgen.runtime.describe import to_bhsd
-from flexgen.runtime.kernel import source_cache
 from flexgen.runtime.timed_call import Tensors
 from flexgen.runtime.timing import DeviceStopwatch, Stopwatch
 from flexgen.tuning.compile_pool import CompilePool, usual_workers

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from flexgen.block_mask import and_masks, create_block_mask, create_mask, noop_mask, or_masks
 from flexgen.errors import CaptureError, OptionError
 from flexgen.runtime.mask_counts import MaskGrid, count_live_entries
+from flexgen.runtime.mask_evaluation import CalledMask
 from tests.corpus.case import Case, Shape
 from tests.corpus.masks import MASKS
 
@@ -112,7 +113,7 @@ def test_counts_do_not_depend_on_the_size_of_the_tiles(tile_entries: int) -> Non
     dense = torch_flex.create_mask(per_batch_and_head, 2, 2, 13, 11, "cpu")
     padded = torch.nn.functional.pad(dense.long(), (0, 1, 0, 3))
     expected = padded.reshape(2, 2, 4, 4, 2, 6).sum((3, 5))
-    assert torch.equal(count_live_entries(per_batch_and_head, grid, CPU, tile_entries), expected)
+    assert torch.equal(count_live_entries(CalledMask(per_batch_and_head), grid, CPU, tile_entries), expected)
 
 
 def test_no_tile_exceeds_its_bound_and_each_entry_is_seen_once() -> None:
@@ -127,7 +128,7 @@ def test_no_tile_exceeds_its_bound_and_each_entry_is_seen_once() -> None:
 
     starts: list[tuple[int, int]] = []
     with Watch():
-        count_live_entries(causal, grid, CPU, tile_entries=150)
+        count_live_entries(CalledMask(causal), grid, CPU, tile_entries=150)
     for at in range(0, len(starts), 4):
         (q_start, q_stop), (kv_start, kv_stop) = starts[at + 2 : at + 4]
         assert (q_stop - q_start) * (kv_stop - kv_start) <= 150
@@ -151,7 +152,7 @@ def test_a_mask_that_ignores_batch_and_head_is_evaluated_once() -> None:
         return q_idx >= kv_idx
 
     grid = MaskGrid(batch=1 << 10, heads=1 << 10, query_length=64, key_length=64, q_block_size=32, kv_block_size=32)
-    counts = count_live_entries(counted, grid, CPU, tile_entries=64 * 64)
+    counts = count_live_entries(CalledMask(counted), grid, CPU, tile_entries=64 * 64)
     assert counts.shape == (1 << 10, 1 << 10, 2, 2)
     assert counts[5, 7].tolist() == [[528, 0], [1024, 528]]
     assert calls == 2

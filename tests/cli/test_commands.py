@@ -207,7 +207,7 @@ def test_cache_lists_and_clears(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     docstring = (
         '"""Fused attention, forward, for sm_90. Written by flexgen.\n\nscore_mod    none: x\nmask_mod     causal\n"""'
     )
-    SourceCache(tmp_path / "cache").get("0123456789abcdef", lambda: docstring)
+    SourceCache(tmp_path / "cache").keep("0123456789abcdef", docstring)
     said = run("cache", "list")
     assert said.code == 0 and "forward, for sm_90, mask_mod causal" in said.out and "1 source," in said.err
     TunedStore(tmp_path / "cache" / FOLDER).put("a" * 32, {"fwd_BLOCK_N": 64}, 1.0, 2.0)
@@ -215,6 +215,45 @@ def test_cache_lists_and_clears(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     cleared = run("cache", "clear").out
     assert cleared.startswith("deleted 1 source ") and cleared.endswith(", and what was tuned for 1 problem\n")
     assert run("cache", "list").out == ""
+
+
+def test_cache_shows_one_source_by_the_beginning_of_its_key(run: Run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FLEXGEN_CACHE_DIR", str(tmp_path))
+    for key in ("0123456789abcdef", "0123ffffffffffff"):
+        SourceCache(tmp_path).keep(key, f"KEY = '{key}'\n")
+    assert run("cache", "show", "01234").out == "KEY = '0123456789abcdef'\n"
+    assert "2 sources have a key" in run("cache", "show", "0123").err
+    assert "no key 'ff'" in run("cache", "show", "ff").err
+    assert "show needs a KEY" in run("cache", "show").err
+    assert run("cache", "list", "0123").code == 2
+
+
+def test_cache_verifies_and_prunes(run: Run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FLEXGEN_CACHE_DIR", str(tmp_path))
+    paths = [SourceCache(tmp_path).keep(f"{number:016}", "VALUE = 1\n").path for number in range(2)]
+    assert (run("cache", "verify").code, run("cache", "verify").out) == (
+        0,
+        "2 sources and 0 compiled kernels, all intact\n",
+    )
+    paths[0].write_text("VALUE = 2\n")
+    half = tmp_path / "compiled" / "ABC"
+    half.mkdir(parents=True)
+    (half / "kernel.cubin").write_bytes(b"half")
+    said = run("cache", "verify")
+    assert said.code == 1
+    assert said.out.splitlines()[:2] == [f"damaged  {paths[0]}", f"damaged  {half}"]
+    assert "is damaged" in run("cache", "show", "0000000000000000").err
+    assert run("cache", "prune").out == f"deleted 1 source and 1 compiled kernel in {tmp_path}\n"
+    assert run("cache", "verify").code == 0
+    assert run("cache", "clear").out.startswith("deleted 1 source ")
+
+
+def test_cache_refuses_a_directory_that_others_may_write_to(run: Run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FLEXGEN_CACHE_DIR", str(tmp_path / "open"))
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    said = run("cache", "list")
+    assert said.code == 2 and "other users may write to" in said.err and "chmod 700" in said.err
 
 
 # packed sequences

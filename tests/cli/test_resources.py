@@ -19,7 +19,8 @@ from tests.cli.conftest import Run
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 SMALL = ("--set", "BLOCK_M=32", "BLOCK_N=32", "num_warps=2", "num_stages=1")
-SPILLING = ("--set", "BLOCK_M=32", "BLOCK_N=128", "num_warps=1", "num_stages=1")
+# Scores alone are more values than a thread has registers, so every version of Triton spills.
+SPILLING = ("--set", "BLOCK_M=32", "BLOCK_N=256", "num_warps=1", "num_stages=1")
 
 
 def table(said: str, title: str) -> list[list[str]]:
@@ -87,7 +88,7 @@ def test_why_a_kernel_spills_and_what_changes_it(causal: Path, run: Run, monkeyp
     said = run("resources", causal, "--target", "sm_80", *SPILLING, "--steps")
     assert said.code == 0, said.err
     why = said.out[said.out.index("why forward spills on sm_80") :]
-    assert "acc 16, score 128: 144 values of 32 bits" in why
+    assert "acc 16, score 256: 272 values of 32 bits" in why
     assert "255 registers, 255 at most" in why
     assert re.search(
         r"it would hold   \d+ with fwd_BLOCK_M=16, \d+ with fwd_num_warps=2, \d+ with fwd_BLOCK_N=64;", why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -75,8 +76,19 @@ class TestNumberOfSplits:
         assert self.count(meta(8, 32, 8, 1, 32768)) == 4
         assert self.count(meta(1, 32, 8, 1, 131072)) == 33
 
-    def test_is_one_where_programs_already_fill_it(self):
-        assert self.count(meta(32, 16, 16, 1, 8192)) == 1
+    def test_is_one_where_programs_fill_it_to_the_end(self):
+        assert self.count(meta(24, 16, 16, 1, 8192)) == 1  # 384 programs, of which 396 run at once
+
+    @pytest.mark.parametrize("batch", [17, 25, 26, 32, 40, 100, 250])
+    def test_leaves_no_last_wave_of_a_few_programs(self, batch):
+        tensors = meta(batch, 16, 16, 1, 65536)
+        plan, programs = plan_of(tensors), batch * 16
+        slots = plan.held * 132
+        assert slots == 396
+        splits = self.count(tensors)
+        idle = {count: max(0, 198 - ((programs * count - 1) % slots + 1)) / (programs * count) for count in range(1, 9)}
+        assert idle[splits] <= 0.05 or idle[splits] == min(idle.values())
+        assert all(idle[count] > 0.02 for count in range(1, splits))
 
     def test_leaves_each_split_a_few_tiles(self):
         assert self.count(meta(1, 8, 1, 1, 256)) == 2
@@ -104,17 +116,30 @@ class TestNumberOfSplits:
         assert self.count(meta(1, 8, 2, 1, 64), options={"SPLIT_KV": 7}) == 7
 
 
-def decode_loop(attention, query, cache, steps):
-    for step in steps:
-        attention(query, cache[:, :, :step], cache[:, :, :step])
-
-
-def test_a_growing_cache_emits_one_kernel(monkeypatch: pytest.MonkeyPatch):
-    emitted = []
+@pytest.fixture
+def emitted(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The forward kernels that are emitted."""
+    found: list[object] = []
     compile_forward = attention_module.compile_forward
-    monkeypatch.setattr(
-        attention_module, "compile_forward", lambda *args: emitted.append(args) or compile_forward(*args)
-    )
+    monkeypatch.setattr(attention_module, "compile_forward", lambda *args: found.append(args) or compile_forward(*args))
+    return found
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """The grids of launches; kernels are compiled for sm_90 for real, and nothing runs."""
+    found: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(launch, "make_submit", lambda kernel, device: lambda *args: found.append(args[:3]))
+    monkeypatch.setattr(launch, "current_raw_stream", lambda device: 0)
+    monkeypatch.setattr(launch, "current_device", lambda: -1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the index of the CPU
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(attention_module, "target_of", lambda device: TARGETS["sm_90"])
+    monkeypatch.setattr(split_kernel, "processors", lambda device: 132)
+    return found
+
+
+def test_a_growing_cache_emits_one_kernel(emitted):
     query, cache, _ = random_inputs(Shape(1, 4, 2, 1, 1100), CPU)
     offset = 0
 
@@ -127,25 +152,76 @@ def test_a_growing_cache_emits_one_kernel(monkeypatch: pytest.MonkeyPatch):
     assert len(emitted) <= 2  # the offset is a constant until it changes
 
 
-def test_a_thousand_steps_compile_nothing_after_the_second(monkeypatch: pytest.MonkeyPatch):
-    """Compiles for sm_90 for real, and launches nothing."""
-    launched = []
-    monkeypatch.setattr(launch, "make_submit", lambda kernel, device: lambda *args: launched.append(args[:3]))
-    monkeypatch.setattr(launch, "current_raw_stream", lambda device: 0)
-    monkeypatch.setattr(launch, "current_device", lambda: -1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the index of the CPU
-    monkeypatch.setattr(attention_module, "target_of", lambda device: TARGETS["sm_90"])
-    monkeypatch.setattr(split_kernel, "processors", lambda device: 132)
-    query, cache, _ = random_inputs(Shape(1, 8, 2, 1, 1001), CPU, dtype=torch.bfloat16, head_dim=64)
-    attention = flexgen.compile()
-    before = COMPILATIONS.total
-    decode_loop(attention, query, cache, [1, 2])
-    after_two = COMPILATIONS.total
-    decode_loop(attention, query, cache, range(3, 1002))
-    assert after_two - before <= 4
-    assert COMPILATIONS.total == after_two
-    assert len(attention._kernels) == 1
-    assert {grid[1] for grid in launched if grid[0] == 2} == {1, 2, 3, 4}  # the splits grow with the cache
+STEPS = 1000
+
+
+class TestAThousandSteps:
+    """They emit at most two kernels, and Triton compiles nothing after the second."""
+
+    def check(self, emitted, step) -> None:
+        before = COMPILATIONS.total
+        for number in (0, 1):
+            step(number)
+        after_two = COMPILATIONS.total
+        for number in range(2, STEPS):
+            step(number)
+        assert 1 <= len(emitted) <= 2
+        assert after_two - before <= 2 * len(emitted)  # a decode kernel and the one that combines
+        assert COMPILATIONS.total == after_two
+
+    def test_over_slices_of_a_cache(self, emitted, launched):
+        query, cache, _ = random_inputs(Shape(1, 8, 2, 1, STEPS), CPU, dtype=torch.bfloat16, head_dim=64)
+        attention = flexgen.compile()
+        self.check(emitted, lambda step: attention(query, cache[:, :, : step + 1], cache[:, :, : step + 1]))
+        assert len(emitted) == 1
+        assert {grid[1] for grid in launched if grid[0] == 2} == {1, 2, 3, 4}  # the splits grow with the cache
+
+    def test_over_slices_with_a_number_that_is_captured(self, emitted, launched):
+        query, cache, _ = random_inputs(Shape(1, 8, 2, 1, STEPS), CPU, dtype=torch.bfloat16, head_dim=64)
+        offset = 0
+
+        def window(b, h, q_idx, kv_idx):
+            distance = q_idx + offset - kv_idx
+            return (distance >= 0) & (distance < 256)
+
+        attention = flexgen.compile(None, window)
+
+        def step(number: int) -> None:
+            nonlocal offset
+            offset = number
+            attention(query, cache[:, :, : number + 1], cache[:, :, : number + 1])
+
+        self.check(emitted, step)
+
+    def test_over_numbers_of_keys_on_the_device_and_positions(self, emitted, launched):
+        query, key, value = random_inputs(Shape(2, 8, 2, 1, STEPS), CPU, dtype=torch.bfloat16, head_dim=64)
+        lengths, position = torch.ones(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+
+        def window(b, h, q_idx, kv_idx):
+            distance = position[b] + q_idx - kv_idx
+            return (distance >= 0) & (distance < 512)
+
+        attention = flexgen.compile(None, window)
+
+        def step(number: int) -> None:
+            lengths.fill_(number + 1)
+            position.fill_(number)
+            attention(query, key, value, kv_lengths=lengths)
+
+        self.check(emitted, step)
+        assert len(emitted) == 1
+        assert len(set(launched)) == 2, "one grid of each kernel serves every step"
+
+    def test_over_batches_that_change(self, emitted, launched):
+        query, key, value = random_inputs(Shape(8, 8, 2, 1, 256), CPU, dtype=torch.bfloat16, head_dim=64)
+        attention = flexgen.compile()
+
+        def step(number: int) -> None:
+            batch = 1 + number % 8
+            attention(query[:batch], key[:batch], value[:batch])
+
+        self.check(emitted, step)
+        assert len(emitted) == 1
 
 
 def test_kv_lengths_decide_neither_kernel_nor_grid():

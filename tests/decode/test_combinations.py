@@ -126,6 +126,28 @@ def test_compiled_calls_are_refused(name):
         traced(paged.flat.query)
 
 
+def float8_inputs() -> list[torch.Tensor]:
+    query, key, value = random_inputs(Shape(2, 4, 2, 1, 40), CPU, dtype=torch.bfloat16)
+    return [query, key.to(torch.float8_e4m3fn), value.to(torch.float8_e5m2)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_calls_take_float8(backend):
+    tensors, attention = float8_inputs(), flexgen.compile()
+    traced = torch.compile(lambda *tensors: attention(*tensors), backend=backend, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(traced(*tensors), attention(*tensors), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_calls_refuse_gradients_of_float8(backend):
+    query, key, value = float8_inputs()
+    attention = flexgen.compile()
+    traced = torch.compile(lambda *tensors: attention(*tensors), backend=backend, fullgraph=True)
+    with pytest.raises(Exception, match="gradients are wanted of a call with keys in float8_e4m3fn"):
+        traced(query.requires_grad_(), key, value)
+
+
 # Autotuning.
 
 

@@ -118,7 +118,7 @@ def test_bits_of_e4m3_become_the_numbers_they_mean():
     values = torch.empty(256, dtype=torch.float16)
     helper = "\n".join(line.text for line in render("triton/prelude/from_e4m3.py.jinja"))
     text = DECODE_BYTES.format(helper=helper)
-    interpret(load_module(SourceCache(None).get("e4m3" * 8, lambda: text)), "decode", (1, 1, 1), [bits, values])
+    interpret(load_module(SourceCache(None).keep("e4m3" * 8, text)), "decode", (1, 1, 1), [bits, values])
     torch.testing.assert_close(values.float(), bits.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
 
 

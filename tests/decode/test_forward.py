@@ -47,6 +47,14 @@ def test_heads_of_any_group_share_a_tile(group, queries, device):
     check_forward(inputs, softcap, window, attention=attention)
 
 
+@pytest.mark.parametrize("queries", range(1, 17))
+def test_any_number_of_queries_up_to_16(queries, device):
+    inputs = random_inputs(Shape(2, 6, 2, queries, 70), device)
+    attention = flexgen.compile(softcap, sinks_and_window, SPLIT)
+    assert serves(attention, inputs) == "TRITON_DECODE"
+    check_forward(inputs, softcap, sinks_and_window, attention=attention)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
 @pytest.mark.parametrize("mask", [None, window, sinks_and_window, every_third, some_heads])
 def test_any_number_of_splits_gives_the_same(splits, mask, device):

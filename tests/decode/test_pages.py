@@ -36,16 +36,16 @@ def in_pages(tensor: torch.Tensor, table: torch.Tensor, page_size: int, n_pages:
     return pages.to(tensor.dtype)
 
 
-def paged_inputs(page_size: int, queries: int, device, dtype=torch.float32) -> Paged:
+def paged_inputs(page_size: int, queries: int, device, dtype=torch.float32, lengths=LENGTHS) -> Paged:
     batch, max_pages = 3, -(-200 // page_size)
     flat = random_inputs(Shape(batch, 6, 2, queries, max_pages * page_size), device, dtype=dtype, v_head_dim=24)
     n_pages = batch * max_pages + 3
     order = torch.randperm(n_pages, generator=torch.Generator().manual_seed(1))[: batch * max_pages]
     table = order.view(batch, max_pages).int().to(device)
     key, value = (in_pages(tensor, table, page_size, n_pages) for tensor in list(flat)[1:])
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(lengths):
         table[row, -(-length // page_size) :] = FAR if row else -5
-    return Paged(flat, key, value, table, torch.tensor(LENGTHS, dtype=torch.int32, device=device))
+    return Paged(flat, key, value, table, torch.tensor(lengths, dtype=torch.int32, device=device))
 
 
 def softcap(score, b, h, q_idx, kv_idx):
@@ -85,6 +85,13 @@ def check(paged: Paged, mask, options=None, **call) -> None:
 @pytest.mark.parametrize("options", [{}, {"BLOCK_N": 16, "layout": "bshd"}, {"BLOCK_N": 64}])
 def test_pages_of_any_size(page_size, queries, options, device):
     check(paged_inputs(page_size, queries, device), sinks_and_window, options)
+
+
+@pytest.mark.parametrize("page_size", range(16, 273, 32))
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("queries", [3, 20])
+def test_any_multiple_of_16_in_both_layouts(page_size, layout, queries, device):
+    check(paged_inputs(page_size, queries, device), sinks_and_window, {"layout": layout})
 
 
 @pytest.mark.parametrize("queries", [1, 40])

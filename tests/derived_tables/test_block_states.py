@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_create_
 import flexgen
 from flexgen.block_states import BlockStates
 from flexgen.runtime.mask_counts import MaskGrid, count_live_entries
+from flexgen.runtime.mask_evaluation import CalledMask
 from tests.corpus.case import Case, Shape
 from tests.corpus.masks import MASKS
 from tests.derived_tables.test_forward import documents, packed
@@ -25,7 +26,7 @@ def test_states_are_those_of_counting_live_pairs(case: Case, device: torch.devic
     place = torch.empty(0, device=device).device
     grid = MaskGrid(SHAPE.B, SHAPE.Hq, SHAPE.Lq, SHAPE.Lk, Q_SIZE, KV_SIZE)
     states = STATES.of(mask, grid, place)
-    counts = count_live_entries(mask, grid, place)
+    counts = count_live_entries(CalledMask(mask), grid, place)
     assert states is not None
     assert states.equal(((counts > 0).to(torch.int8) + (counts == Q_SIZE * KV_SIZE)).to(torch.int8))
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from flexgen.codegen.dialects.gluon import SPELLINGS
 from flexgen.codegen.source import Arg
 from flexgen.runtime.gluon_descriptor import Descriptor
 
@@ -337,7 +338,7 @@ class Machine:
             "libdevice": torch,
             "fence_async_shared": lambda: None,
             "mbarrier": barrier,
-            "tma": SimpleNamespace(async_copy_global_to_shared=self._copy),
+            "tma": SimpleNamespace(**{spelling.load_tile: self._copy for spelling in SPELLINGS.values()}),
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._wait_for_products,
         }

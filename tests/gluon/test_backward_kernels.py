@@ -25,12 +25,14 @@ def hopper_passes(name: str) -> dict[str, KernelSource]:
     return {entry: source for entry, (source, plan) in passes.items() if isinstance(plan, GluonBackwardPlan)}
 
 
+@pytest.mark.usefixtures("golden_spelling")
 @pytest.mark.parametrize("name", GOLDENS)
 def test_kernels(name: str, golden: Callable[[str, str], None]) -> None:
     for entry, source in hopper_passes(GOLDENS[name]).items():
         golden(f"kernels/backward/{name}.{entry.removeprefix('backward_')}.py", source.text)
 
 
+@pytest.mark.usefixtures("golden_spelling")
 @pytest.mark.parametrize("name", GOLDENS)
 def test_kernels_were_checked_on_a_gpu(name: str) -> None:
     """A changed kernel is run by `python -m benchmarks.gluon_check --backward` and recorded."""

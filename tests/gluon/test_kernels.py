@@ -24,11 +24,13 @@ GOLDENS = {
 }
 
 
+@pytest.mark.usefixtures("golden_spelling")
 @pytest.mark.parametrize("name", GOLDENS)
 def test_kernel(name: str, golden: Callable[[str, str], None]) -> None:
     golden(f"kernels/{name}.py", lowered(CHECKS[GOLDENS[name]]).source["forward"])
 
 
+@pytest.mark.usefixtures("golden_spelling")
 @pytest.mark.parametrize("name", GOLDENS)
 def test_kernel_was_checked_on_a_gpu(name: str) -> None:
     """Gluon has no interpreter: a changed kernel is run by `python -m benchmarks.gluon_check` and recorded."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from flexgen.lowering.targets import TARGETS
 from flexgen.lowering.triton.backward_plan import BackwardPlan
 from flexgen.runtime.resources import measure
-from tests.goldens.backward_kernels import CASES, BackwardCase
-from tests.goldens.kernels import Sizes
+from tests.goldens.backward_kernels import CASES, BackwardCase, Mods
+from tests.goldens.kernels import SIZES, Sizes, causal_mask
 from tests.offline.facts import MATRIX_INSTRUCTIONS, assembly
 
 MAIN = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -80,3 +82,22 @@ def test_deterministic_kernels_compile(target: str) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert found == ["backward_dq_measure", "backward_dq", "backward_dkdv"]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("length", [1024, 1000])
+def test_gradients_of_elements_that_pairs_pick(masked: bool, length: int) -> None:
+    """Where no condition counts pairs, as on tiles without a mask at lengths of whole tiles, too."""
+
+    def relative_positions() -> Mods:
+        table = torch.zeros(2 * length, requires_grad=True)
+
+        def relative(score, b, h, q_idx, kv_idx):
+            return score + table[q_idx - kv_idx + length]
+
+        return relative, causal_mask if masked else None
+
+    case = BackwardCase(relative_positions, dataclasses.replace(SIZES, Lq=length, Lk=length))
+    scatters = [binary for _, plan, binary, _ in kernels(case, "sm_90") if plan.scatter]
+    assert len(scatters) == 1
+    assert any(word in assembly(scatters[0]) for word in ("atom.global", "red.global"))

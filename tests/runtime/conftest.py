@@ -28,6 +28,6 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
     def load_text(text: str) -> ModuleType:
         text = HEADER + text
-        return load_module(cache.get(hashlib.sha256(text.encode()).hexdigest(), lambda: text))
+        return load_module(cache.keep(hashlib.sha256(text.encode()).hexdigest(), text))
 
     return load_text

@@ -88,6 +88,20 @@ def test_device_made_descriptors_compile_to_bulk_copies(load: Load):
     assert int(str(binary.metadata["global_scratch_size"])) > 0
 
 
+@pytest.mark.parametrize("variable", [None, "0", "1"])
+def test_products_are_fused_unless_the_environment_says_otherwise(
+    load: Load, monkeypatch: pytest.MonkeyPatch, variable: str | None
+):
+    """Said to Triton, which warns since 3.9 where nobody says it."""
+    warned: list[str] = []
+    monkeypatch.setattr(triton.knobs, "warn_once", warned.append, raising=False)
+    monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", variable)
+    assert compile_add(load(kernels.ADD)).metadata["enable_fp_fusion"] is (variable != "0")
+    assert not warned
+
+
 class TestErrors:
     def test_triton_errors_name_the_emitted_line_of_the_callee(self, load: Load):
         text = """
@@ -162,7 +176,7 @@ from flexgen.runtime.cache import SourceCache
 from flexgen.runtime.interpret import interpret
 from flexgen.runtime.load import load_module
 text = {HEADER + kernels.ADD!r}
-module = load_module(SourceCache(pathlib.Path({str(tmp_path)!r}) / "cache").get("keykeykey", lambda: text))
+module = load_module(SourceCache(pathlib.Path({str(tmp_path)!r}) / "cache").keep("keykeykey", text))
 left, out = torch.randn(16), torch.zeros(16)
 interpret(module, "add", (1, 1, 1), [left, left, out, 16])
 assert torch.equal(out, left + left)

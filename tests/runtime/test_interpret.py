@@ -219,6 +219,24 @@ def test_numbers_have_the_types_of_the_signature(load: Load):
     assert out[0] == 0
 
 
+HINTS = """
+@triton.jit
+def copy(source, target):
+    offset = tl.arange(0, 16)
+    low = tl.load(source + offset, cache_modifier=".cg", eviction_policy="evict_last", volatile=True)
+    high = tl.load(source + 16 + offset, mask=offset < 4, other=7.0, cache_modifier=".ca")
+    tl.store(target + offset, low, cache_modifier=".wb", eviction_policy="evict_first")
+    tl.store(target + 16 + offset, high, mask=offset < 8, cache_modifier=".cs")
+"""
+
+
+def test_hints_to_loads_and_stores_change_nothing(load: Load):
+    source, target = torch.arange(32.0), torch.zeros(32)
+    interpret(load(HINTS), "copy", (1, 1, 1), [source, target])
+    expected = torch.cat([source[:20], torch.full([4], 7.0), torch.zeros(8)])
+    assert torch.equal(target, expected)
+
+
 def test_device_made_descriptors_read_zeros_and_write_nothing_outside(load: Load):
     source = torch.randn(20, 24)
     target = torch.zeros(21, 24)

@@ -1,8 +1,7 @@
-"""The launcher compiles once for each class of alignment, and hands Triton's C function what it expects."""
+"""The launcher compiles once for each class of alignment, and hands over addresses and numbers."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Sequence
 
 import pytest
@@ -14,32 +13,10 @@ from flexgen.runtime import launch
 from flexgen.runtime.arguments import ArgType
 from flexgen.runtime.build import COMPILATIONS
 from flexgen.runtime.launch import Launcher
-from flexgen.runtime.submit import make_submit
 from tests.runtime import kernels
 from tests.runtime.conftest import Load
 
 TYPES = [ArgType("*fp32", True), ArgType("*fp32", True), ArgType("*fp32", True), ArgType("i32")]
-
-
-class Recorder:
-    """Stands in for a kernel of Triton's and for its C launcher."""
-
-    function, packed_metadata = 77, (4, 1, 1024)
-
-    def __init__(self, **launcher: object) -> None:
-        self.calls: list[Sequence[object]] = []
-        attributes = {
-            "launch_cooperative_grid": False,
-            "launch_pdl": False,
-            "global_scratch_size": 0,
-            "profile_scratch_size": 0,
-            "num_ctas": 1,
-            "launch": self.record,
-        }
-        self.run = types.SimpleNamespace(**attributes | launcher)
-
-    def record(self, *args: object) -> None:
-        self.calls.append(args)
 
 
 @pytest.fixture
@@ -89,38 +66,6 @@ def test_an_empty_grid_launches_and_compiles_nothing(launcher: tuple[Launcher, l
 def test_a_kernel_without_pointers_is_refused(load: Load):
     with pytest.raises(InternalError, match="no pointer"):
         Launcher(load(kernels.ADD), "add", [ArgType("i32")], TARGETS["sm_80"], num_warps=1, num_stages=1)
-
-
-class TestSubmit:
-    """The order of the C function's arguments, as read in the two versions of Triton's nvidia/driver.py."""
-
-    def test_order_of_3_6(self):
-        kernel = Recorder()
-        make_submit(kernel, 0)(1, 2, 3, 4, [10, 11])
-        metadata = kernel.packed_metadata
-        assert kernel.calls == [(1, 2, 3, 4, 77, False, False, None, None, metadata, None, None, None, 10, 11)]
-
-    def test_order_of_3_7(self):
-        kernel = Recorder(arg_annotations=["annotation"], kernel_signature=b"signature")
-        make_submit(kernel, 0)(1, 2, 3, 4, [10, 11])
-        expected = (1, 2, 3, 4, 77, False, False, kernel.packed_metadata, None, None, None, None, None)
-        assert kernel.calls == [(*expected, ["annotation"], b"signature", [10, 11])]
-
-    @pytest.mark.parametrize("since_3_7", [False, True])
-    def test_scratch_for_every_program_lives_until_the_launch(self, monkeypatch: pytest.MonkeyPatch, since_3_7: bool):
-        empty = torch.empty
-        monkeypatch.setattr(torch, "empty", lambda size, *, dtype, device: empty(size, dtype=dtype))
-        newer = {"arg_annotations": [], "kernel_signature": b""} if since_3_7 else {}
-        kernel = Recorder(global_scratch_size=256, num_ctas=2, **newer)
-        make_submit(kernel, 0)(2, 3, 1, 4, [])
-        (scratch,) = [value for value in kernel.calls[0] if isinstance(value, torch.Tensor)]
-        assert scratch.nbytes == 6 * 2 * 256
-
-    def test_an_unknown_launcher_is_called_as_triton_documents(self):
-        kernel = Recorder()
-        kernel.run = kernel.record  # type: ignore[assignment]
-        make_submit(kernel, 0)(1, 2, 3, 4, [10])
-        assert kernel.calls == [(1, 2, 3, 4, 77, kernel.packed_metadata, None, None, None, 10)]
 
 
 def own_target() -> Target:

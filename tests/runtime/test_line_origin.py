@@ -100,7 +100,7 @@ class TestErrors:
         made = lowered("sm_80").sources["forward"]
         text = made.text.replace(told, by)
         assert text != made.text
-        module = load_module(SourceCache(tmp_path).get("0" * 32, lambda: text))
+        module = load_module(SourceCache(tmp_path).keep("0" * 32, text))
         options = {"num_warps": 4, "num_stages": 1, "line_map": made.line_map}
         with pytest.raises(KernelCompileError) as caught:
             compile_entry(module, "forward", made.args, TARGETS["sm_80"], **options)  # type: ignore[arg-type]

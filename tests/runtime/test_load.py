@@ -31,7 +31,7 @@ def test_the_name_comes_from_the_content(load: Load):
 
 def test_the_verified_text_counts_not_the_file(tmp_path: Path):
     text = HEADER + kernels.ADD + "# file changes\n"
-    source = SourceCache(tmp_path).get("filechanges", lambda: text)
+    source = SourceCache(tmp_path).keep("filechanges", text)
     source.path.write_text("raise SystemExit\n")
     module = load_module(source)
     source.path.unlink()

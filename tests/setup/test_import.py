@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = ("torch._inductor", "torch._dynamo", "sympy", "attn_gym", "transformers", "rich")
+HEAVY = ("torch._inductor", "torch._dynamo", "sympy", "attn_gym", "transformers", "rich", "hypothesis")
 
 LIST = """
 import sys

@@ -29,12 +29,14 @@ LAYERS = (
         "dropout",
         "explain",
         "extras",
+        "fitting",
         "jagged",
         "explain_score",
         "explain_work",
         "export",
         "export_binary",
         "lowered",
+        "patch",
         "pickling",
         "prepared_backward",
         "pipeline",
@@ -43,9 +45,11 @@ LAYERS = (
         "tables",
         "training",
         "tuning",
+        "warm_calls",
         "work",
     },
     {"integrations"},
+    {"fuzzing"},
     {"commands", "cli", "__main__"},
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
@@ -56,6 +60,7 @@ ALLOWED_IN = {
     "rich": {"commands"},
     "matplotlib": {"commands"},
     "attn_gym": set(),
+    "hypothesis": {"fuzzing"},
     "transformers": {"integrations"},
 }
 IR_MAY_IMPORT = {"torch", "flexgen", "numpy"}

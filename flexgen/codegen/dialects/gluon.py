@@ -8,12 +8,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
 from flexgen.errors import InternalError
 
-SUPPORTED_TRITON = ("3.6", "3.7")  # releases whose names and meaning the templates were written for
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """The words of Gluon's that the templates use and that were renamed between releases of Triton.
+
+    Attributes:
+        load_tile: of the module tma, what starts a copy of a tile into shared memory.
+    """
+
+    load_tile: str
+
+
+# By the first release that has them.
+SPELLINGS = {"3.6": Spelling("async_copy_global_to_shared"), "3.9": Spelling("async_load")}
+# Releases whose names and meaning the templates were written for, and the spelling for each.
+SUPPORTED_TRITON = {"3.6": "3.6", "3.7": "3.6", "3.8": "3.6", "3.9": "3.9"}
+OLDEST = "3.6"  # also where there is no Triton: kernels are emitted all the same
 
 LANGUAGE = "triton.experimental.gluon.language"
 HOPPER = f"{LANGUAGE}.nvidia.hopper"
@@ -27,7 +44,6 @@ REQUIRED = {
         *("load", "store", "where", "maximum", "minimum", "sum", "max", "min", "exp2", "log", "cdiv", "static_range"),
     ),
     HOPPER: ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait"),
-    f"{HOPPER}.tma": ("async_copy_global_to_shared",),
     f"{HOPPER}.mbarrier": ("MBarrierLayout", "init", "expect", "wait", "arrive"),
 }
 
@@ -78,16 +94,42 @@ def helpers_in(lines: Iterable[str]) -> list[str]:
 def why_unavailable() -> str | None:
     """Return why the installed Triton cannot compile these kernels; None if it can, or if there is no Triton.
 
-    Without Triton kernels are only emitted, for the supported versions.
+    Without Triton kernels are only emitted.
     """
+    version = _installed()
+    if version is None:
+        return None
+    release = _release(version)
+    if release is None:
+        return f"Triton {version} is none of the versions whose Gluon is known: {', '.join(SUPPORTED_TRITON)}"
+    names = {**REQUIRED, f"{HOPPER}.tma": (SPELLINGS[SUPPORTED_TRITON[release]].load_tile,)}
+    missing = [f"{module}.{name}" for module, found in names.items() for name in found if not _has(module, name)]
+    return f"Triton {version} has no {missing[0]}" if missing else None
+
+
+@cache
+def installed_spelling() -> str:
+    """Return the key in SPELLINGS of what kernels are written in for the installed Triton."""
+    return spelling_of(_installed())
+
+
+def spelling_of(version: str | None) -> str:
+    """Return the key in SPELLINGS for a version of Triton, as 3.7.1; for an unknown one, or none, the oldest."""
+    release = _release(version) if version is not None else None
+    return SUPPORTED_TRITON[release] if release is not None else OLDEST
+
+
+def _installed() -> str | None:
     try:
-        version = str(import_module("triton").__version__)
+        return str(import_module("triton").__version__)
     except ImportError:
         return None
-    if not version.startswith(SUPPORTED_TRITON):
-        return f"Triton {version} is none of the versions whose Gluon is known: {', '.join(SUPPORTED_TRITON)}"
-    missing = [f"{module}.{name}" for module, names in REQUIRED.items() for name in names if not _has(module, name)]
-    return f"Triton {version} has no {missing[0]}" if missing else None
+
+
+def _release(version: str) -> str | None:
+    """Return the supported release that a version belongs to, as 3.7 for 3.7.1."""
+    release = ".".join(version.split(".")[:2])
+    return release if release in SUPPORTED_TRITON else None
 
 
 def _has(module: str, name: str) -> bool:

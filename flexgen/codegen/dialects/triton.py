@@ -145,6 +145,13 @@ def _extremum(name: str) -> Speller:
     return spell
 
 
+def _where(_: Dialect, dtype: torch.dtype, args: list[Operand]) -> Spelled:
+    condition, *choices = args
+    literal_alone = all(choice.is_literal for choice in choices)  # then nothing else says in which dtype
+    texts = [_in_full(choice, dtype) if literal_alone else choice.expression for choice in choices]
+    return Spelled(call("tl.where", condition.expression, *texts))
+
+
 def _in_full(arg: Operand, dtype: torch.dtype) -> Expression:
     """Return an argument of a function that takes a literal for a float32, where the operation is in float64."""
     if arg.is_literal and dtype == torch.float64:
@@ -225,7 +232,7 @@ SPELLINGS: Mapping[str, Speller] = {
     "not": _not,
     "shl": _infix("<<", Precedence.SHIFT),
     "shr": _infix(">>", Precedence.SHIFT),
-    "where": _function("tl.where"),
+    "where": _where,
     "cast": _cast,
 }
 

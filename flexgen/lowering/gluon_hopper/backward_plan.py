@@ -59,6 +59,7 @@ class GluonBackwardPlan:
         live: where what an own row sees is exactly one interval of the walked side, that interval: the mask is then
             one unsigned compare, which also bounds the walked side by its length; else None, and mask_mod is evaluated.
         shared_bytes: an upper bound.
+        spelling: as of the forward plan.
     """
 
     kernel: BackwardKernel
@@ -94,6 +95,7 @@ class GluonBackwardPlan:
     FOLD_SCALE: bool
     SUBTRACT_FIRST: bool
     shared_bytes: int
+    spelling: str
     live: Interval | None
     schedule: Schedule
     query_dtype: torch.dtype

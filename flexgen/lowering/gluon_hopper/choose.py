@@ -98,11 +98,12 @@ def verified_to_win(question: Question) -> str | None:
     return f"{GAINS[head_dim]} times as fast as plain Triton at head dim {head_dim} ({MEASURED})"
 
 
-def choose_gluon(question: Question, because: str) -> GluonPlan:
+def choose_gluon(question: Question, because: str, spelling: str) -> GluonPlan:
     """Decide every template variable; `refusal` has returned None.
 
     Args:
         because: why this backend.
+        spelling: which of Gluon's spellings to write the kernel in.
     """
     answers = Answers()
     answers.add("BACKEND", "GLUON", because)
@@ -112,6 +113,7 @@ def choose_gluon(question: Question, because: str) -> GluonPlan:
     values: dict[str, Any] = {decision.name: decision.value for decision in answers.decisions if decision.name in names}
     return GluonPlan(
         target=question.target,
+        spelling=spelling,
         score=_score(question),
         live_keys=live_interval(question),
         schedule=question.schedule,

@@ -131,13 +131,14 @@ def parts_of(question: Question, task: BackwardTask) -> tuple[BackwardTask, ...]
     return (task,)
 
 
-def choose_gluon_backward(question: Question, task: BackwardTask, because: str) -> GluonBackwardPlan:
+def choose_gluon_backward(question: Question, task: BackwardTask, because: str, spelling: str) -> GluonBackwardPlan:
     """Decide every template variable of one kernel; `refusal` has returned None.
 
     Args:
         question: with the backward options, and the schedule of the kernel's own direction.
         task: one of `parts_of`.
         because: why this backend.
+        spelling: which of Gluon's spellings to write the kernel in.
     """
     answers = Answers()
     answers.add("BACKEND", "GLUON", because)
@@ -154,6 +155,7 @@ def choose_gluon_backward(question: Question, task: BackwardTask, because: str) 
     return GluonBackwardPlan(
         kernel=task.kernel,
         target=question.target,
+        spelling=spelling,
         live=_live_interval(question, task),
         schedule=question.schedule,
         query_dtype=question.problem.query_dtype,

@@ -50,6 +50,7 @@ class GluonPlan:
         live_keys: where a row's live keys are exactly one interval, that interval: the mask is then one unsigned
             compare, which also bounds the keys by KV_LEN; else None, and mask_mod is evaluated.
         shared_bytes: an upper bound.
+        spelling: which of Gluon's spellings the kernel is written in; releases of Triton differ.
     """
 
     target: Target
@@ -86,6 +87,7 @@ class GluonPlan:
     FOLD_SCALE: bool
     SUBTRACT_FIRST: bool
     shared_bytes: int
+    spelling: str
     score: ScoreFold | None
     live_keys: Interval | None
     schedule: Schedule

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from flexgen.lowering.index_map import PACKED_QUERIES
+from flexgen.lowering.occupancy import occupancy
 from flexgen.lowering.rounding import round_up_to_power_of_two
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.triton.choose import (
@@ -36,6 +37,7 @@ SELECTING = ("FORCE_USE_FLEX_ATTENTION", "USE_SUBTILING", "USE_TMA")  # options 
 TILE_BYTES = 32768  # of a key and a value tile together; two in flight cover the latency of a multiprocessor's memory
 MOST_ROWS = 64  # more rows of a tile would keep accumulators that few decodes need
 MOST_RESIDENT = 2  # programs of a multiprocessor that together keep enough bytes in flight
+LIKELY_REGISTERS = 128  # of a thread: 108 to 168 in kernels of up to 32 rows, compiled offline
 COMBINED = 8192  # elements of partial rows that a combining program holds at a time
 
 
@@ -130,9 +132,11 @@ def _decide_splits(question: Question, answers: Answers) -> None:
     width = hull_width(question.facts) if question.schedule.walk is Walk.RANGES else None
     known = "the mask bounds no row by a constant" if width is None else "the mask lets no query see more"
     answers.add("LIVE_KEYS", width, known)
-    fitting = max(1, question.target.shared_bytes // max(answers["shared_bytes"], 1))
-    resident = min(MOST_RESIDENT, fitting)
-    answers.add("resident", resident, "programs of a multiprocessor that splits are counted for")
+    fits = occupancy(question.target, LIKELY_REGISTERS, answers["num_warps"], answers["shared_bytes"])
+    held = max(1, fits.programs) if fits else 1
+    limit = f"by {fits.limit}, if a thread takes {LIKELY_REGISTERS} registers" if fits else "the interpreter runs one"
+    answers.add("held", held, limit)
+    answers.add("resident", min(MOST_RESIDENT, held), "programs of a multiprocessor that splits are counted for")
 
 
 def _decide_combining(question: Question, answers: Answers) -> None:

@@ -40,6 +40,7 @@ class DecodePlan(ForwardPlan):
     Attributes:
         SPLIT_KV: the number of splits that was asked for; None where each launch counts for itself.
         LIVE_KEYS: a row never has more live keys than this; None where nothing is known.
+        held: programs that a multiprocessor holds at a time.
         resident: programs of a multiprocessor that the number of splits counts on.
         COMBINE_SPLITS: splits of a row that are combined at a time.
         combine_warps: warps of a program of the combining kernel.
@@ -47,6 +48,7 @@ class DecodePlan(ForwardPlan):
 
     SPLIT_KV: int | None
     LIVE_KEYS: int | None
+    held: int
     resident: int
     COMBINE_SPLITS: int
     combine_warps: int

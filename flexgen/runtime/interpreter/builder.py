@@ -182,12 +182,12 @@ class NumpyBuilder:
 
     # Memory. Triton's C++ reads its arrays as if they were contiguous, which broadcast views are not.
 
-    def create_load(self, pointers: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any) -> Any:
-        return self.create_masked_load(pointers, _everywhere(pointers), None, None, None, is_volatile)
+    # The hints that follow (caching, eviction, volatile) mean nothing here, and each version of Triton has its own.
 
-    def create_masked_load(
-        self, pointers: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: Any
-    ) -> Any:
+    def create_load(self, pointers: Any, *hints: Any) -> Any:
+        return self.create_masked_load(pointers, _everywhere(pointers), None)
+
+    def create_masked_load(self, pointers: Any, mask: Any, other: Any, *hints: Any, **named_hints: Any) -> Any:
         active = _mask_of(mask)
         self._check(pointers, active)
         element_type = pointers.get_element_ty()
@@ -196,12 +196,10 @@ class NumpyBuilder:
         addresses = np.ascontiguousarray(pointers.data)
         return Value(self.memory.load(addresses, active, filler, dtype), element_type)
 
-    def create_store(self, pointers: Any, value: Any, cache_modifier: Any, eviction_policy: Any) -> Any:
-        return self.create_masked_store(pointers, value, _everywhere(pointers), None, None)
+    def create_store(self, pointers: Any, value: Any, *hints: Any) -> Any:
+        return self.create_masked_store(pointers, value, _everywhere(pointers))
 
-    def create_masked_store(
-        self, pointers: Any, value: Any, mask: Any, cache_modifier: Any, eviction_policy: Any
-    ) -> Any:
+    def create_masked_store(self, pointers: Any, value: Any, mask: Any, *hints: Any, **named_hints: Any) -> Any:
         active = _mask_of(mask)
         self._check(pointers, active)
         return self.memory.store(np.ascontiguousarray(pointers.data), np.ascontiguousarray(value.data), active)

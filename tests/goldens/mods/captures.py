@@ -58,7 +58,7 @@ def transposed_table_has_its_unit_stride_first():
 
 
 @case()
-def expanded_dimensions_need_no_index():
+def expanded_dimensions_are_checked_and_not_addressed():
     bias = torch.zeros(1, 1, LENGTH, 1).expand(2, 4, LENGTH, LENGTH)
 
     def mod(score, b, h, q_idx, kv_idx):

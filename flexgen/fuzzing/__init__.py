@@ -1,0 +1,1 @@
+"""Differential fuzzing: drawn mods, shapes, layouts and options, against dense attention in float64."""

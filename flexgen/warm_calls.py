@@ -1,0 +1,80 @@
+"""Inference calls of a form that has run before: from the arguments to the launch with little Python in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+
+from flexgen.capture.live import LiveMods, Reading
+from flexgen.runtime.differentiable import grad_is_needed
+from flexgen.runtime.prepared import Prepared
+from flexgen.runtime.warm_launch import WarmForm, WarmLaunch
+from flexgen.torch_library.call import is_observed, refuse_distributed
+
+Tensor = torch.Tensor
+
+
+class WarmCalls:
+    """Makes the calls of one attention that bring nothing but a scale and sides, and need no gradients.
+
+    The form of the last one is tried first, by a guard that takes less time than making a form and looking it up.
+
+    Args:
+        mods: the attention's.
+        prepared: returns the launch that was prepared for such a call; None where there is none yet.
+        scalar_form: returns what the choice of a kernel depends on in captured numbers.
+    """
+
+    def __init__(
+        self,
+        mods: LiveMods,
+        prepared: Callable[[Reading, Tensor, Tensor, Tensor, float | None, Mapping[str, Any]], Prepared | None],
+        scalar_form: Callable[[Reading, Tensor, Tensor], Hashable],
+    ) -> None:
+        self._mods, self._prepared, self._scalar_form = mods, prepared, scalar_form
+        self._last: WarmLaunch | None = None
+
+    def output(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sides: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Return the output of a call; None where anything about it is unusual, and nothing has been done."""
+        if not (type(query) is type(key) is type(value) is Tensor) or is_observed():
+            return None
+        reading = self._mods.known(torch.float32)
+        if reading is None or torch._C._is_any_autocast_enabled():
+            return None
+        buffers, scalars = reading.buffers, reading.scalars
+        if grad_is_needed(query, key, value, buffers):
+            return None
+        tensors = [query, key, value]
+        kinds = None
+        if sides:
+            tensors += [side for side in sides.values() if isinstance(side, Tensor)]
+            kinds = tuple([_kind(*named) for named in sides.items()])
+        if buffers:
+            refuse_distributed(buffers)
+            tensors += buffers
+        numbers = self._scalar_form(reading, query, key) if scalars else None
+        rest = (id(reading.captured), scale, type(scale), kinds, numbers)
+        try:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            warm = self._last
+            if warm is None or warm.rest != rest or not warm.takes(tensors, addresses):
+                prepared = self._prepared(reading, query, key, value, scale, sides)
+                names = ("query", "key", "value", *(name for name, side in sides.items() if isinstance(side, Tensor)))
+                warm = None if prepared is None else prepared.warmed(WarmForm(tensors, names, rest))
+                if warm is None or not warm.takes(tensors, addresses):
+                    return None
+                self._last = warm
+        except RuntimeError:  # of tensors without addresses, shapes or strides, which are refused elsewhere
+            return None
+        v_scale = sides.get("v_scale") if sides else None
+        return warm.run(tensors, addresses, v_scale if isinstance(v_scale, float | int) else 0.0, scalars)
+
+
+def _kind(name: str, side: Any) -> Hashable:
+    """Return what decides of a side but a tensor's form: of k_scale, which is part of the scale, the number."""
+    kind = type(side)
+    return name if kind is Tensor else (name, kind, side if name == "k_scale" else None)

@@ -1,0 +1,1 @@
+"""The fuzzer: a short run of it, whether it finds what is wrong, and what it found."""

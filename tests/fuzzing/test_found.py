@@ -1,0 +1,58 @@
+"""What fuzzing found, each as small as it was made, by the kind of mistake that was behind it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexgen
+from flexgen.fuzzing.check import check_call
+from flexgen.fuzzing.inputs import drawn
+
+
+def inputs(length: int = 7, dtype: str = "float32", requires_grad: bool = False):
+    return (drawn((1, 1, length, 16), dtype, seed, requires_grad=requires_grad) for seed in range(3))
+
+
+def values_of(mod, length: int) -> torch.Tensor:
+    """Return what a score_mod gives for each key, exactly as the kernel computes it."""
+    query, key, value = inputs(length)
+    attention = flexgen.compile(mod, lambda b, h, q, k: q == k)
+    return attention(query, key, value, return_aux=flexgen.AuxRequest(max_scores=True))[1].max_scores[0, 0]
+
+
+@pytest.mark.parametrize("layout", ["repeated along 0", "repeated along 1", "contiguous"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
+def test_outside_of_a_dimension_of_stride_0_there_is_0(layout: str, dtype: str):
+    table = drawn((5, 6), dtype, 95, layout, low=1, high=9)
+
+    def score_mod(score, b, h, q, k):
+        return score + table[k, q - 2]
+
+    check_call(flexgen.compile(score_mod), *inputs(9))
+
+
+def test_float_division_that_floors_has_a_gradient_in_float64():
+    def score_mod(score, b, h, q, k):
+        return torch.remainder(score, score.abs() + 0.5) + score // 0.3
+
+    check_call(flexgen.compile(score_mod), *inputs(7, "float64", requires_grad=True), backward=True)
+
+
+def test_a_choice_of_two_numbers_keeps_the_digits_of_float64():
+    def score_mod(score, b, h, q, k):
+        return score + 0.2 * score.masked_fill(h >= k, -1e4)
+
+    check_call(flexgen.compile(score_mod), *inputs(7, "float64", requires_grad=True), backward=True)
+
+
+def test_float_division_floors_the_exact_quotient():
+    """0.1 is a little more than a tenth, so that 1 // 0.1 is 9, while 1 / 0.1 rounds to 10."""
+    table = torch.tensor([1.0, 0.5, 0.9, -1.0, -0.3, 7.0, 1e30, 0.0])
+    for divisor in (0.1, -0.1, 0.3, 0.7, 1e-3):
+        assert torch.equal(values_of(lambda s, b, h, q, k, d=divisor: table[k] // d, 8), table // divisor), divisor
+
+
+def test_rounding_is_right_next_to_a_half_and_where_there_are_no_halves():
+    table = torch.tensor([0.5, 0.49999997, 8388609.0, -8388609.0, 4194305.5, 2.5, -1.5, -0.49999997])
+    assert torch.equal(values_of(lambda s, b, h, q, k: torch.round(table[k]), 8), torch.round(table))
