@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from flexgen.codegen.export.conditions import host_text
 from flexgen.lowering.triton_decode.plan import DecodePlan
-from flexgen.lowering.triton_decode.splits import LEAST_TILES
+from flexgen.lowering.triton_decode.splits import LEAST_TILES, MOST_BALANCING, NEGLIGIBLE, PRICE, SATURATING
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """The numbers that the launcher balances waves of programs by."""
+
+    saturating: float = SATURATING
+    most: int = MOST_BALANCING
+    negligible: float = NEGLIGIBLE
+    price: float = PRICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +25,21 @@ class SplitText:
 
     Attributes:
         fixed: the number that was asked for; None where each launch counts.
-        most: how many run at once on a number of `processors`, beside `programs`.
+        resident, held: programs of a multiprocessor that splits are counted for, and that it holds at a time.
         keys: how many keys a row tile visits at most.
         least_tiles, block_n: of a split, and keys of a tile.
         partial_width: elements of a partial row in scratch memory.
+        balance: how waves of programs are balanced that fill the device by themselves.
     """
 
     fixed: int | None
-    most: str
+    resident: int
+    held: int
     keys: str
     least_tiles: int
     block_n: int
     partial_width: int
+    balance: Balance
 
 
 def split_text(plan: DecodePlan) -> SplitText:
@@ -35,8 +48,8 @@ def split_text(plan: DecodePlan) -> SplitText:
     ranges = _keys_in_ranges(plan)
     known += [ranges] if ranges is not None else []
     keys = f"min({', '.join(known)})" if len(known) > 1 else known[0]
-    most = f"max(1, {plan.resident} * processors // max(programs, 1))"
-    return SplitText(plan.SPLIT_KV, most, keys, LEAST_TILES, plan.BLOCK_N, plan.PARTIAL_WIDTH)
+    width, balance = plan.PARTIAL_WIDTH, Balance()
+    return SplitText(plan.SPLIT_KV, plan.resident, plan.held, keys, LEAST_TILES, plan.BLOCK_N, width, balance)
 
 
 def _keys_in_ranges(plan: DecodePlan) -> str | None:
