@@ -91,7 +91,7 @@ def flex_attention(
         raise ProblemTypeError(
             f"block_mask is {type(block_mask).__name__}, not a BlockMask", fix="make one with flexgen.create_block_mask"
         )
-    if kernel_options is not None and kernel_options.get("BACKEND") == "FLASH":
+    if isinstance(kernel_options, dict) and kernel_options.get("BACKEND") == "FLASH":
         _warn_of_flash()
         kernel_options = {**kernel_options, "BACKEND": "AUTO"}
     mask_mod = None if block_mask is None else block_mask.mask_mod

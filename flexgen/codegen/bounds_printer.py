@@ -58,6 +58,15 @@ class WalkedAxis:
     exists: str
 
 
+@dataclass(frozen=True, slots=True)
+class _PrintedBound:
+    """One end of a range as text, and whether it is within the axis already."""
+
+    text: str
+    node: Node
+    is_clamped: bool
+
+
 class RangesPrinter:
     """Prints one schedule.
 
@@ -148,7 +157,7 @@ class RangesPrinter:
     def _assign(self, name: str, text: str) -> None:
         self._lines.append(f"{name} = {text}")
 
-    def _physical(self, bound: Bound) -> tuple[str, Node]:
+    def _physical(self, bound: Bound) -> _PrintedBound:
         """Print a bound as a scalar in physical positions."""
         printer = self._printer
         before = len(printer.assignments)
@@ -162,20 +171,19 @@ class RangesPrinter:
         if self._axis.offset:
             text = f"({text}) - {self._axis.offset}"
         if printer.computed_dtype(bound.node) == torch.int64:
-            text = f"tl.minimum(tl.maximum({text}, 0), {self._axis.length}).to(tl.int32)"
-        return text, bound.node
+            clamped = f"tl.minimum(tl.maximum({text}, 0), {self._axis.length}).to(tl.int32)"
+            return _PrintedBound(clamped, bound.node, is_clamped=True)
+        return _PrintedBound(text, bound.node, is_clamped=False)
 
-    def _tile(self, printed: tuple[str, Node], *, round_up: bool) -> str:
-        text, node = printed
+    def _tile(self, printed: _PrintedBound, *, round_up: bool) -> str:
+        node = printed.node
         if node.op == "const" and node.attr == 0 and not self._axis.offset:
             return "0"
-        clamped = self._clamp(text, node)
+        clamped = printed.text if printed.is_clamped else self._clamp(printed.text, node)
         block = self._axis.block
         return f"tl.cdiv({clamped}, {block})" if round_up else f"{_grouped(clamped)} // {block}"
 
     def _clamp(self, text: str, node: Node) -> str:
-        if text.startswith("tl.minimum(tl.maximum("):
-            return text
         if not self._context.analysis.of(node).non_negative or self._axis.offset:
             text = f"tl.maximum({text}, 0)"
         if text != self._axis.length:

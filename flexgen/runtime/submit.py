@@ -38,12 +38,12 @@ def make_submit(kernel: Any, device: int) -> Submit:
     return _since_3_6(kernel, run, scratch)
 
 
-def _since_3_6(kernel: Any, run: Any, scratch: Callable[[int], torch.Tensor | None]) -> Submit:
+def _since_3_6(kernel: Any, run: Any, scratch: Callable[[int], torch.Tensor] | None) -> Submit:
     launch, packed = run.launch, kernel.packed_metadata
     cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
 
     def submit(x: int, y: int, z: int, stream: int, values: Sequence[object]) -> None:
-        memory = scratch(x * y * z)
+        memory = None if scratch is None else scratch(x * y * z)
         launch(
             *(x, y, z, stream, kernel.function, cooperative, dependent),
             *(memory, None, packed, None, None, None, *values),
@@ -52,13 +52,13 @@ def _since_3_6(kernel: Any, run: Any, scratch: Callable[[int], torch.Tensor | No
     return submit
 
 
-def _since_3_7(kernel: Any, run: Any, scratch: Callable[[int], torch.Tensor | None]) -> Submit:
+def _since_3_7(kernel: Any, run: Any, scratch: Callable[[int], torch.Tensor] | None) -> Submit:
     launch, packed = run.launch, kernel.packed_metadata
     cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
     annotations, signature = run.arg_annotations, run.kernel_signature
 
     def submit(x: int, y: int, z: int, stream: int, values: Sequence[object]) -> None:
-        memory = scratch(x * y * z)
+        memory = None if scratch is None else scratch(x * y * z)
         launch(
             *(x, y, z, stream, kernel.function, cooperative, dependent, packed),
             *(None, None, None, memory, None, annotations, signature, values),
@@ -84,15 +84,17 @@ def _through_triton(kernel: Any, run: Any, device: int) -> Submit:
     return submit
 
 
-def _scratch(run: Any, device: int) -> Callable[[int], torch.Tensor | None]:
+def _scratch(run: Any, device: int) -> Callable[[int], torch.Tensor] | None:
     """Return the allocator of what a launch of so many programs needs beside its tensors: device-made descriptors.
+
+    None where a kernel makes none.
 
     The memory comes from torch's caching allocator and belongs to torch's current stream: whoever launches there may
     let go of it after the launch, not before.
     """
     program_bytes = run.global_scratch_size * run.num_ctas
     if not program_bytes:
-        return lambda programs: None
+        return None
     place = torch.device("cuda", device)
 
     def allocate(programs: int) -> torch.Tensor:

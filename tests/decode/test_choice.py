@@ -86,7 +86,8 @@ class TestNumberOfSplits:
         slots = plan.held * 132
         assert slots == 396
         splits = self.count(tensors)
-        idle = {count: max(0, 198 - ((programs * count - 1) % slots + 1)) / (programs * count) for count in range(1, 9)}
+        totals = {count: programs * count for count in range(1, 9)}
+        idle = {count: max(0, 1.4 * 132 - ((total - 1) % slots + 1)) / total for count, total in totals.items()}
         assert idle[splits] <= 0.05 or idle[splits] == min(idle.values())
         assert all(idle[count] > 0.02 for count in range(1, splits))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -67,7 +68,9 @@ def drawn(length: int, device) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def attend(cache: Cache, query: Tensor, mask_mod, lengths: Tensor, block: int) -> Tensor:
+def attend(
+    cache: Cache, query: Tensor, mask_mod, lengths: Tensor, block: int, attention=flexgen.flex_attention
+) -> Tensor:
     """Attend as the recipe says: a block mask of logical positions, converted to those of pages."""
     rows = query.shape[2]
     logical = create_block_mask(
@@ -75,16 +78,14 @@ def attend(cache: Cache, query: Tensor, mask_mod, lengths: Tensor, block: int) -
     )
     converted = cache.paged.convert_logical_block_mask(logical, kv_len=lengths)
     score_mod = cache.paged.get_score_mod(softcap, kv_len=lengths)
-    return flexgen.flex_attention(
-        query, cache.keys, cache.values, score_mod=score_mod, block_mask=converted, enable_gqa=True
-    )
+    return attention(query, cache.keys, cache.values, score_mod=score_mod, block_mask=converted, enable_gqa=True)
 
 
-def check(cache: Cache, query: Tensor, mask_mod, lengths: Tensor, block: int) -> None:
+def check(cache: Cache, query: Tensor, mask_mod, lengths: Tensor, block: int, **given) -> None:
     def live(b, h, q_idx, kv_idx):
         return (kv_idx < lengths[b]) & mask_mod(b, h, q_idx, kv_idx)
 
-    output = attend(cache, query, mask_mod, lengths, block)
+    output = attend(cache, query, mask_mod, lengths, block, **given)
     expected = dense_attention(query, cache.flat_keys, cache.flat_values, softcap, live).out
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
 
@@ -105,6 +106,23 @@ def test_prefill_and_decode_steps_emit_a_kernel_each(cache, device, emitted):
         cache.write(position[:, None], key, value)
         check(cache, query, up_to_now, position + 1, 1)
     assert len(emitted) == 2, "each step's mods are fresh closures of the same code"
+
+
+def test_compiled_steps_share_a_graph(cache, device):
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flexgen.flex_attention, backend=graphs, fullgraph=True)
+    _, key, value = drawn(40, device)
+    cache.write(torch.arange(40, device=device).expand(BATCH, -1), key, value)
+    for step in range(4):
+        position = torch.tensor([35, 20], device=device) + step
+
+        def up_to_now(b, h, q_idx, kv_idx, position=position):
+            return kv_idx <= position[b]
+
+        with torch.no_grad():
+            check(cache, drawn(1, device)[0], up_to_now, position + 1, 1, attention=compiled)
+    assert graphs.frame_count == 1
 
 
 def test_pages_that_were_freed_belong_to_another_sequence(cache, device):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flexgen
+from flexgen.aux_outputs import NO_AUX
 from flexgen.capture.live import LiveMods
 from flexgen.extras import Extras
 from flexgen.lowering.dropout import Draws
@@ -147,7 +148,7 @@ def test_a_part_of_the_batch_and_of_the_heads_has_its_own_pattern(device: torch.
 
     def run(batch: int, heads: int) -> Tensor:
         tensors = tuple(tensor[:batch, :heads] for tensor in (query, keys, keys))
-        extras = Extras(dropout=Dropout(P, seed))
+        extras = Extras(None, NO_AUX, dropout=Dropout(P, seed))
         return attention.run(attention._read(*tensors), tensors, extras)["output"]
 
     whole = run(3, 4)

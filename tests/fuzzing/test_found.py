@@ -21,6 +21,16 @@ def values_of(mod, length: int) -> torch.Tensor:
     return attention(query, key, value, return_aux=flexgen.AuxRequest(max_scores=True))[1].max_scores[0, 0]
 
 
+def test_a_bound_that_is_itself_a_minimum_of_maxima_ends_with_the_keys():
+    """Printed, it looked like a bound that had been clamped to the keys already, and tiles past them were visited."""
+
+    def mask_mod(b, h, q, k):
+        return ((k < 64) | (q + 15 >= k)) & ((q + 15 - k).abs() <= 16)
+
+    query, key, value = (drawn((1, 1, length, 16), seed=length) for length in (32, 7, 7))
+    check_call(flexgen.compile(mask_mod=mask_mod), query, key, value)
+
+
 @pytest.mark.parametrize("layout", ["repeated along 0", "repeated along 1", "contiguous"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 def test_outside_of_a_dimension_of_stride_0_there_is_0(layout: str, dtype: str):

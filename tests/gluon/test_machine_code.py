@@ -6,9 +6,9 @@ import pytest
 
 from flexgen.lowering.gluon_hopper.plan import Template
 from flexgen.runtime.resources import measure
+from tests.gluon.bounds import SPILLS
 from tests.gluon.problems import CHECKS, lowered
 
-PARKED = 8  # bytes: one or two values that a thread puts aside before its loop
 EVERYDAY = (
     "none D=64",
     "causal rows=128 D=128",
@@ -39,7 +39,8 @@ def check_machine_code(name: str) -> None:
     resources = measure(binary)
     # C7510 to C7519 say that matrix instructions are serialised; nothing else tells.
     assert not resources.warnings
-    assert max(resources.spill_stores, resources.spill_loads) <= PARKED
+    spilled = max(resources.spill_stores, resources.spill_loads)
+    assert spilled <= (SPILLS.crowded if low.plan.CONSUMERS == 3 else SPILLS.forward)
     assert resources.shared_bytes <= low.plan.shared_bytes
     assert resources.count("HGMMA") > 0
     assert resources.count("UTMALDG") > 0

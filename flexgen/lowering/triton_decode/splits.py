@@ -8,10 +8,10 @@ from flexgen.lowering.host_value import host_value
 from flexgen.lowering.triton_decode.plan import DecodePlan
 
 LEAST_TILES = 2  # of a split: guess; fewer do not outweigh writing and reading its part
-SATURATING = 1.5  # programs of each multiprocessor that together take all of the memory's bandwidth: fitted, see below
+SATURATING = 1.4  # programs of each multiprocessor that together take all of the memory's bandwidth: fitted, see below
 MOST_BALANCING, NEGLIGIBLE, PRICE = 8, 0.02, 0.004  # splits; a share of the time; the share that one more split costs
-# An H200 ran 512 programs of one split, of which it holds 396, at 0.88 of the speed of programs that all run at once:
-# the last 116 were too few for its memory.
+# An H200 ran 512 programs, of which it holds 396, in 0.549 ms, and 2 or 3 splits of each in 0.498 and 0.489 ms: the
+# last 116 of one split were too few for its memory (benchmarks/results/decode_h200.md, b32_8k).
 
 
 @dataclass(frozen=True, slots=True)
