@@ -25,7 +25,7 @@ EXAMPLES = """\
   flexgen export causal.py -o my_attention.py    write it
   flexgen export alibi.py -o my_attention.py --backward --lse
   flexgen export causal.py --binary --target sm_80,sm_90,gfx942 -o my_attention
-  flexgen export mods.py:softcap,causal --target gfx942 --dtype fp16 --shape 2,32,8,512,512,128,128"""
+  flexgen export mods.py:softcap,causal --target gfx942 --shape 2,32,8,4096,4096,128,128"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -113,6 +113,11 @@ def installed_spelling() -> str:
     return spelling_of(_installed())
 
 
+def spoken_releases() -> list[str]:
+    """Return the supported releases of Triton whose words kernels are written in here."""
+    return [release for release, spelling in SUPPORTED_TRITON.items() if spelling == installed_spelling()]
+
+
 def spelling_of(version: str | None) -> str:
     """Return the key in SPELLINGS for a version of Triton, as 3.7.1; for an unknown one, or none, the oldest."""
     release = _release(version) if version is not None else None

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from flexgen.codegen.dialects.gluon import spoken_releases
 from flexgen.codegen.export.conditions import condition_text
 from flexgen.codegen.export.exported import Exported, Pass, Table
 from flexgen.codegen.export.fit import fit
@@ -181,6 +182,7 @@ class _ModuleText:
             spans_checked=_pairs(name for name in INPUTS if name not in plan.wide),
             copied=_pairs(copied(exported.plans)),
             element_types=self._element_types(),
+            releases=[release.split(".") for release in spoken_releases()],
             asks_memory=isinstance(plan, ForwardPlan) and plan.USE_TMA and not exported.packed,
             offsets_dtype=str(plan.index_map.cu_seqlens),
             **self._rows_form(),

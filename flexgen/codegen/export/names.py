@@ -17,20 +17,19 @@ _LENGTHS |= {"Q_TOTAL": "q_len", "KV_TOTAL": "kv_len", "SEQUENCES": "sequences"}
 # Names of the host code itself, which captured values may not take.
 # fmt: off
 _RESERVED = frozenset((
-    "architecture", "attention", "batch", "block", "capacity", "check", "columns", "combine", "compiled_for",
-    "copyable", "ctx", "cu_seqlens_k", "cu_seqlens_q", "delta", "dense", "describe", "device", "drop_below",
-    "dropout_p", "dropout_seed", "ends", "fence_async_shared", "fix", "forward", "found", "full_counts",
-    "full_kv_num_blocks", "full_q_num_blocks", "generator", "gl", "gluon", "grad_key", "grad_logsumexp",
-    "grad_output", "grad_query", "grad_scale", "grad_value", "head_dims", "heads", "interprets", "k_scale",
-    "keep_scale", "key", "keys", "kv_batch", "kv_heads", "kv_indices", "kv_len", "kv_lengths", "kv_num_blocks",
-    "kv_offsets", "launch_backward", "launch_forward", "layout", "libdevice", "list_blocks", "lists", "logsumexp",
-    "logsumexp_tail", "mask_batch", "mask_heads", "max_scores", "mbarrier", "most", "name", "names", "offsets",
-    "one", "outer", "output", "padded", "page_size", "page_table", "partial_counts", "partials", "places",
-    "processors", "programs", "q_heads", "q_indices", "q_len", "q_num_blocks", "q_offsets", "query",
-    "refuse_gradient", "row_shift", "row_tail", "rows", "scale", "scratch", "sequences", "shape", "shapes", "span",
-    "balancing_splits", "filling", "held", "last", "lost", "slots", "split_count", "splits", "strides", "tensor",
-    "tiles", "tl", "tma", "torch", "triton", "v_scale", "value",
-    "warpgroup_mma", "warpgroup_mma_wait",
+    "architecture", "attention", "balancing_splits", "batch", "block", "capacity", "check", "columns", "combine",
+    "compiled_for", "copyable", "ctx", "cu_seqlens_k", "cu_seqlens_q", "delta", "dense", "describe", "device",
+    "drop_below", "dropout_p", "dropout_seed", "elements", "ends", "fence_async_shared", "fix", "forward", "found",
+    "full_counts", "full_kv_num_blocks", "full_q_num_blocks", "generator", "gl", "gluon", "grad_key",
+    "grad_logsumexp", "grad_output", "grad_query", "grad_scale", "grad_value", "head_dims", "heads", "interprets",
+    "k_scale", "keep_scale", "key", "keys", "kv_batch", "kv_heads", "kv_indices", "kv_len", "kv_lengths",
+    "kv_num_blocks", "kv_offsets", "last", "launch_backward", "launch_forward", "layout", "libdevice",
+    "list_blocks", "lists", "logsumexp", "logsumexp_tail", "lost", "mask_batch", "mask_heads", "max_scores",
+    "mbarrier", "most", "name", "names", "offsets", "one", "outer", "output", "padded", "page_size", "page_table",
+    "partial_counts", "partials", "places", "processors", "programs", "q_heads", "q_indices", "q_len",
+    "q_num_blocks", "q_offsets", "query", "refuse_gradient", "row_shift", "row_tail", "rows", "scale", "scratch",
+    "sequences", "shape", "shapes", "slots", "span", "split_count", "splits", "strides", "tensor", "tiles", "tl",
+    "tma", "torch", "total", "triton", "v_scale", "value", "warpgroup_mma", "warpgroup_mma_wait", "written_for",
 ))
 # fmt: on
 

@@ -10,29 +10,36 @@ from flexgen.lowering.triton_decode.splits import LEAST_TILES, MOST_BALANCING, N
 
 
 @dataclass(frozen=True, slots=True)
+class Balance:
+    """The numbers that the launcher balances waves of programs by."""
+
+    saturating: float = SATURATING
+    most: int = MOST_BALANCING
+    negligible: float = NEGLIGIBLE
+    price: float = PRICE
+
+
+@dataclass(frozen=True, slots=True)
 class SplitText:
     """How a launch counts its splits.
 
     Attributes:
         fixed: the number that was asked for; None where each launch counts.
-        resident, held: programs of a multiprocessor that the number counts on, and that it holds at a time.
+        resident, held: programs of a multiprocessor that splits are counted for, and that it holds at a time.
         keys: how many keys a row tile visits at most.
-        block_n: keys of a tile.
+        least_tiles, block_n: of a split, and keys of a tile.
         partial_width: elements of a partial row in scratch memory.
-        least_tiles, most_balancing, negligible, price, saturating: see flexgen/lowering/triton_decode/splits.py.
+        balance: how waves of programs are balanced that fill the device by themselves.
     """
 
     fixed: int | None
     resident: int
     held: int
     keys: str
+    least_tiles: int
     block_n: int
     partial_width: int
-    least_tiles: int = LEAST_TILES
-    most_balancing: int = MOST_BALANCING
-    negligible: float = NEGLIGIBLE
-    price: float = PRICE
-    saturating: float = SATURATING
+    balance: Balance
 
 
 def split_text(plan: DecodePlan) -> SplitText:
@@ -41,7 +48,8 @@ def split_text(plan: DecodePlan) -> SplitText:
     ranges = _keys_in_ranges(plan)
     known += [ranges] if ranges is not None else []
     keys = f"min({', '.join(known)})" if len(known) > 1 else known[0]
-    return SplitText(plan.SPLIT_KV, plan.resident, plan.held, keys, plan.BLOCK_N, plan.PARTIAL_WIDTH)
+    width, balance = plan.PARTIAL_WIDTH, Balance()
+    return SplitText(plan.SPLIT_KV, plan.resident, plan.held, keys, LEAST_TILES, plan.BLOCK_N, width, balance)
 
 
 def _keys_in_ranges(plan: DecodePlan) -> str | None:
