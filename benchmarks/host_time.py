@@ -132,7 +132,10 @@ def main() -> None:
 def report(about: Mapping[str, str], found: list[dict[str, Any]]) -> str:
     columns = ("inference", "recorded", "with gradients")
     lines = [
-        "| " + " | ".join([str(row["call"]), *(f"{row[column]:.1f}" for column in columns)]) + " |" for row in found
+        "| "
+        + " | ".join([str(row["call"]), *(f"{row[column]:.1f}" if column in row else "" for column in columns)])
+        + " |"
+        for row in found
     ]
     return (
         f"""# Host time

@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -124,7 +124,7 @@ class Attention:
         self._understood: dict[int, Understood] = {}
         self._kernels: dict[Hashable, Kernel] = {}
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
-        self._warm = WarmCalls(self._mods, self._found, self._scalar_form)
+        self._warm = self._warm_calls()
         self._requests: OrderedDict[Hashable, TableRequest] = OrderedDict()  # of explicit tables
         self._tables = Tables(self._forward_options)
         self._training = Training(options.backward(), self._tables)
@@ -295,7 +295,7 @@ class Attention:
         """Return an attention of the same captured mods, so that block tables made for one serve the other."""
         made = Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
         made._mods, made._understood = self._mods, self._understood
-        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
+        made._warm = made._warm_calls()
         return made
 
     def of_the_same_code(self, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None) -> Attention:
@@ -309,7 +309,7 @@ class Attention:
         made.score_mod, made.mask_mod = score_mod, mask_mod
         made._mods = self._mods.of_the_same_code(score_mod, mask_mod)
         made._forms = OperatorForms(made._mods, made.options)
-        made._warm = WarmCalls(made._mods, made._found, made._scalar_form)
+        made._warm = made._warm_calls()
         return made
 
     def _with_sinks(self, outputs: dict[str, torch.Tensor], sinks: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -462,7 +462,7 @@ class Attention:
         batch = query.shape[0]
         inputs = (query, _broadcast(key, batch), _broadcast(value, batch), *buffers)
         step = Step(
-            lambda: prepared.run(_named(tensors, extras), buffers, reading.scalars, lists),
+            lambda _: prepared.run(_named(tensors, extras), buffers, reading.scalars, lists),
             partial(self._training.backward, called),
             extras.packing,
             extras.dropout,
@@ -673,9 +673,25 @@ class Attention:
         value: torch.Tensor,
         scale: float | None,
         sides: Mapping[str, Any],
+        records: bool,
     ) -> Prepared | None:
-        """Return the launch that was prepared for a call that brings nothing else, if it was."""
-        return self._prepared.get(self._form(reading, query, key, value, Extras(scale, NO_AUX, sides=sides)))
+        """Return the launch that was prepared for a call that brings nothing else, if it was.
+
+        Args:
+            records: autograd records the call.
+        """
+        extras = Extras(scale, NO_AUX, sides=sides)
+        if records:
+            if self.options.layout != "bhsd" or not query.shape[0] == key.shape[0] == value.shape[0]:
+                return None  # inputs are views, which autograd sees being made
+            extras = extras.with_lse()
+        return self._prepared.get(self._form(reading, query, key, value, extras))
+
+    def _warm_calls(self) -> WarmCalls:
+        return WarmCalls(self._mods, self._found, self._scalar_form, self._backward_of)
+
+    def _backward_of(self, basis: Basis, scalars: Sequence[int | float]) -> Callable[..., Gradients]:
+        return partial(self._training.backward, Called(basis, tuple(scalars)))
 
     def _scalar_form(self, reading: Reading, query: torch.Tensor, key: torch.Tensor) -> Hashable:
         """Return what a kernel's choice depends on in captured numbers: size classes, and whether a proof holds."""

@@ -17,11 +17,13 @@ from flexgen.runtime.derived_table import DerivedTable, Lists
 from flexgen.runtime.describe import Launch
 from flexgen.runtime.differentiable import Gradients, Saved
 from flexgen.runtime.dropout import SEED
+from flexgen.runtime.empty import shaped
 from flexgen.runtime.fixed_point import scale_for, to_float
 from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.lists import column_lists, table_lists
 from flexgen.runtime.prepared_step import PreparedStep
 from flexgen.runtime.table_cache import TableRequest, Values
+from flexgen.runtime.warm_backward import GradientMemory, WarmBackward
 from flexgen.tables import Tables
 
 INPUTS = ("query", "key", "value")
@@ -147,6 +149,12 @@ class PreparedBackward:
         fixed = [one.plan.accumulation is Accumulation.FIXED for one in passes]
         self._first_sum = fixed.index(True) if True in fixed else None
         self._scales = _scale_counts(passes, launch)
+        self._wanted = wanted
+        has_lists = table is not None or any(one.request is not None for one in passes)
+        measures = len(form.sums) != len(self._buffers)  # for sums in fixed point
+        has_more = launch.dropout is not None or bool(launch.cu_seqlens) or measures
+        self._may_be_warm = bool(passes) and not (has_lists or has_more or self._unwritten)
+        self._warm: WarmBackward | None = None
 
     def _step(self, one: Pass, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> PreparedStep:
         lists_change = one.request is not None or self._columns_of is not None
@@ -194,6 +202,28 @@ class PreparedBackward:
                 named |= self._set_scales(outputs)
             step.run(named, saved.buffers, scalars, self._lists(one, saved, scalars, given))
         return self._collected(outputs)
+
+    def warmed(self, saved: Saved, grad_output: torch.Tensor) -> WarmBackward | None:
+        """Return the same without looking at anything again; None where that is not possible, or not yet.
+
+        Args:
+            saved, grad_output: of this form.
+        """
+        steps = [step for step in (self._delta, *(step for _, step in self._passes)) if step is not None]
+        if self._warm is None and self._may_be_warm and all(step.is_bound for step in steps):
+            self._warm = WarmBackward(steps, self._memory(grad_output.device), saved, grad_output, self._wanted)
+        return self._warm
+
+    def _memory(self, device: torch.device) -> GradientMemory:
+        form = self._form
+        sums = {f"grad of {name}": (place, dtype) for place, name, dtype in self._buffers}
+        places = {grad: name for name, grad in self._inputs}
+        return GradientMemory(
+            shaped((len(form.row_names), *form.rows), form.accumulator, device),
+            form.row_names,
+            [(name, places[name], shape, strides, dtype) for name, shape, strides, dtype in form.inputs],
+            [(name, sums[name][0], shaped(shape, dtype, device), sums[name][1]) for name, shape, dtype in form.sums],
+        )
 
     def _set_scales(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the scales of sums in fixed point, which the passes so far have measured for."""

@@ -28,9 +28,27 @@ from flexgen.runtime.differentiable import Gradients, Saved
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import column_lists, table_lists
 from flexgen.runtime.packing import Packing
+from flexgen.runtime.warm_backward import WarmBackward
 from flexgen.tables import Tables, placeholder_lists
 
 MAX_FORMS = 64  # of backward calls kept for one form of forward call
+
+
+@dataclass(slots=True)
+class Launches:
+    """The backward launches that were prepared for one form of forward call.
+
+    Attributes:
+        by_form: by the form of the backward call.
+        last: the last one's, where it can be made with little host time.
+    """
+
+    by_form: dict[Hashable, PreparedBackward] = field(default_factory=dict)
+    last: WarmBackward | None = None
+
+    def clear(self) -> None:
+        self.by_form.clear()
+        self.last = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +64,7 @@ class Basis:
         scalars: names of the captured numbers.
         derived: the form of the table that the forward derived from the mask, or was given; then the backward kernels
             walk tables too.
-        launches: what was prepared, by the form of the backward call.
+        launches: what was prepared.
     """
 
     understood: Understood
@@ -56,7 +74,7 @@ class Basis:
     scale: float
     scalars: tuple[str, ...]
     derived: TableForm | None = None
-    launches: dict[Hashable, PreparedBackward] = field(default_factory=dict, compare=False)
+    launches: Launches = field(default_factory=Launches, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +119,21 @@ class Training:
     ) -> Gradients:
         """Return the wanted gradients by name; see `Step.backward`."""
         launches = called.basis.launches
+        last = launches.last
+        found = None if last is None else last.gradients(saved, grad_output, grad_logsumexp, wanted, called.scalars)
+        if found is not None:
+            return found
         form = _form(saved, grad_output, grad_logsumexp, wanted)
-        prepared = launches.get(form)
+        prepared = launches.by_form.get(form)
         if prepared is None:
             prepared = self._prepare(called, saved, grad_output, grad_logsumexp, wanted)
-            if len(launches) >= MAX_FORMS:
+            if len(launches.by_form) >= MAX_FORMS:
                 launches.clear()
-            launches[form] = prepared
+            launches.by_form[form] = prepared
         try:
-            return prepared.run(saved, grad_output, grad_logsumexp, called.scalars, called.given)
+            found = prepared.run(saved, grad_output, grad_logsumexp, called.scalars, called.given)
+            launches.last = prepared.warmed(saved, grad_output) if grad_logsumexp is None else None
+            return found
         except OutOfResourcesError as error:
             launches.clear()
             self._take_less(prepared, error)

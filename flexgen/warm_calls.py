@@ -1,14 +1,15 @@
-"""Inference calls of a form that has run before: from the arguments to the launch with little Python in between."""
+"""Calls of a form that has run before: from the arguments to the launch with little Python in between."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from flexgen.capture.live import LiveMods, Reading
-from flexgen.runtime.differentiable import grad_is_needed
+from flexgen.runtime.differentiable import Step, attend_unobserved, grad_is_needed
 from flexgen.runtime.prepared import Prepared
 from flexgen.runtime.warm_launch import WarmForm, WarmLaunch
 from flexgen.torch_library.call import is_observed, refuse_distributed
@@ -17,24 +18,29 @@ Tensor = torch.Tensor
 
 
 class WarmCalls:
-    """Makes the calls of one attention that bring nothing but a scale and sides, and need no gradients.
+    """Makes the calls of one attention that bring nothing but a scale and sides.
 
     The form of the last one is tried first, by a guard that takes less time than making a form and looking it up.
 
     Args:
         mods: the attention's.
-        prepared: returns the launch that was prepared for such a call; None where there is none yet.
+        prepared: returns the launch that was prepared for such a call, and for autograd to record if the last argument
+            says so; None where there is none yet.
         scalar_form: returns what the choice of a kernel depends on in captured numbers.
+        backward: returns what computes gradients of a call, see `Step.backward`, given what its launch knows for that
+            and the captured numbers.
     """
 
     def __init__(
         self,
         mods: LiveMods,
-        prepared: Callable[[Reading, Tensor, Tensor, Tensor, float | None, Mapping[str, Any]], Prepared | None],
+        prepared: Callable[[Reading, Tensor, Tensor, Tensor, float | None, Mapping[str, Any], bool], Prepared | None],
         scalar_form: Callable[[Reading, Tensor, Tensor], Hashable],
+        backward: Callable[[Any, Sequence[int | float]], Callable[..., Any]],
     ) -> None:
-        self._mods, self._prepared, self._scalar_form = mods, prepared, scalar_form
+        self._mods, self._prepared, self._scalar_form, self._backward = mods, prepared, scalar_form, backward
         self._last: WarmLaunch | None = None
+        self._recorded: WarmLaunch | None = None
 
     def output(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sides: Mapping[str, Any]
@@ -46,7 +52,8 @@ class WarmCalls:
         if reading is None or torch._C._is_any_autocast_enabled():
             return None
         buffers, scalars = reading.buffers, reading.scalars
-        if grad_is_needed(query, key, value, buffers):
+        records = grad_is_needed(query, key, value, buffers)
+        if records and sides:
             return None
         tensors = [query, key, value]
         kinds = None
@@ -57,21 +64,42 @@ class WarmCalls:
             refuse_distributed(buffers)
             tensors += buffers
         numbers = self._scalar_form(reading, query, key) if scalars else None
-        rest = (id(reading.captured), scale, type(scale), kinds, numbers)
+        rest = (records, id(reading.captured), scale, type(scale), kinds, numbers)
         try:
             addresses = [tensor.data_ptr() for tensor in tensors]
-            warm = self._last
+            warm = self._recorded if records else self._last
             if warm is None or warm.rest != rest or not warm.takes(tensors, addresses):
-                prepared = self._prepared(reading, query, key, value, scale, sides)
+                prepared = self._prepared(reading, query, key, value, scale, sides, records)
                 names = ("query", "key", "value", *(name for name, side in sides.items() if isinstance(side, Tensor)))
                 warm = None if prepared is None else prepared.warmed(WarmForm(tensors, names, rest))
                 if warm is None or not warm.takes(tensors, addresses):
                     return None
-                self._last = warm
+                if records:
+                    self._recorded = warm
+                else:
+                    self._last = warm
         except RuntimeError:  # of tensors without addresses, shapes or strides, which are refused elsewhere
             return None
+        if records:
+            return self._record(warm, tensors, scalars)
         v_scale = sides.get("v_scale") if sides else None
-        return warm.run(tensors, addresses, v_scale if isinstance(v_scale, float | int) else 0.0, scalars)
+        return warm.run(tensors, addresses, v_scale if isinstance(v_scale, float | int) else 0.0, scalars)[0]
+
+    def _record(self, warm: WarmLaunch, tensors: Sequence[Tensor], scalars: Sequence[int | float]) -> Tensor:
+        """Make a call under autograd."""
+        step = warm.step
+        if step is None:
+            step = Step(partial(_launched, warm, scalars), self._backward(warm.basis, scalars))
+            if not scalars:
+                warm.step = step
+        return attend_unobserved(step, tensors)
+
+
+def _launched(warm: WarmLaunch, scalars: Sequence[int | float], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    output, logsumexp, tail = warm.run(tensors, [tensor.data_ptr() for tensor in tensors], 0.0, scalars)
+    assert logsumexp is not None, "what autograd records keeps it"
+    outputs = {"output": output, "logsumexp": logsumexp}
+    return outputs if tail is None else outputs | {"logsumexp_tail": tail}
 
 
 def _kind(name: str, side: Any) -> Hashable:

@@ -27,7 +27,7 @@ def _value(arg: Arg, launch: Launch, tensors: Mapping[str, torch.Tensor]) -> Val
         case Role.TENSOR:
             return tensors[arg.of]
         case Role.DESCRIPTOR:
-            return descriptor_form(tensors[arg.of]).at(tensors[arg.of])
+            return descriptor_form(tensors[arg.of]).of(tensors[arg.of])
         case Role.TENSOR_STRIDE:
             return _stride(tensors[arg.of], arg.dim)
         case Role.TABLE:

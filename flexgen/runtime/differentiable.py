@@ -37,14 +37,14 @@ class Step:
     """One call to be differentiated.
 
     Attributes:
-        forward: launches the forward kernel; the outputs include `logsumexp`.
+        forward: launches the forward kernel for the inputs given to `attend`; the outputs include `logsumexp`.
         backward: (saved, grad of output, grad of logsumexp or None, wanted names) -> gradients by name: "query",
             "key", "value", and "buffer <i>" for a captured tensor.
         packing: where packed sequences begin, which the backward reads again.
         dropout: what the forward drops, and the backward drops again; its seed is saved as the call's tensors are.
     """
 
-    forward: Callable[[], Outputs]
+    forward: Callable[[Sequence[torch.Tensor]], Outputs]
     backward: Callable[[Saved, torch.Tensor, torch.Tensor | None, frozenset[str]], Gradients]
     packing: Packing | None = None
     dropout: Dropout | None = None
@@ -53,7 +53,7 @@ class Step:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = step.forward()
+        outputs = step.forward(inputs)
         ctx.compute = step.backward  # alone: the forward holds the inputs, which saved-tensor hooks may want to free
         seed = None if step.dropout is None else step.dropout.seed
         ctx.dropout_p = 0.0 if step.dropout is None else step.dropout.p
@@ -161,3 +161,12 @@ def attend(step: Step, inputs: Sequence[torch.Tensor]) -> Outputs:
     """
     results = _Attend.apply(step, *inputs)  # type: ignore[no-untyped-call]
     return dict(zip(("output", "logsumexp", "max_scores"), results, strict=False))
+
+
+# torch's `apply` without what it does for functorch first.
+_apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Attend).apply
+
+
+def attend_unobserved(step: Step, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the output of a step under autograd, where no transform of functorch is at work."""
+    return _apply(step, *inputs)[0]

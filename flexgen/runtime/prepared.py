@@ -9,6 +9,7 @@ import torch
 
 from flexgen.options import Layout
 from flexgen.runtime.describe import Launch
+from flexgen.runtime.empty import shaped
 from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.outputs import OutputForm
 from flexgen.runtime.prepared_step import PreparedStep
@@ -48,7 +49,7 @@ class Prepared:
         self.columns_outside = outputs.columns_outside
         self._warm: WarmLaunch | None = None
         self._outputs, self._layout = outputs, layout
-        has_more = bool(outputs.logsumexp or outputs.max_scores or launch.dropout is not None or launch.cu_seqlens)
+        has_more = bool(outputs.max_scores or launch.dropout is not None or launch.cu_seqlens)
         self._may_be_warm = request is None and not has_more and not outputs.columns_outside
         self._keep = keep
         launch = kernel.settled(launch)
@@ -90,10 +91,13 @@ class Prepared:
         """
         if self._warm is None and self._may_be_warm and all(step.is_bound for step in self._steps):
             query = form.tensors[0]
-            output = self._outputs.allocate(query.to("meta"))["output"]
-            output = output if self._layout == "bhsd" else output.transpose(1, 2)
-            memory = Memory(output.shape, output.stride(), self._scratch_in(query.dtype))
-            self._warm = WarmLaunch(self._steps, memory, form, self._keep)
+            made = self._outputs.allocate(query.to("meta"))
+            output = made["output"] if self._layout == "bhsd" else made["output"].transpose(1, 2)
+            rows = made.get("logsumexp")
+            logsumexp = None if rows is None else shaped(rows.shape, rows.dtype, query.device)
+            scratch, tail = self._scratch_in(query.dtype), self._outputs.tail
+            memory = Memory(output.shape, output.stride(), scratch, logsumexp, tail=tail)
+            self._warm = WarmLaunch(self._steps, memory, form, self._keep, self.basis)
         return self._warm
 
     def _scratch_in(self, dtype: torch.dtype) -> int | None:

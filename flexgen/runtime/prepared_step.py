@@ -23,13 +23,13 @@ class FromList(NamedTuple):
         submit: launches with these arguments.
         plain: the arguments, of which some are filled in:
         places: the positions of those, and which of the list's values they take.
-        described: the positions of descriptors, the names of their tensors, and their forms.
+        described: the positions of descriptors, which of the list's values is their address, and their forms.
     """
 
     submit: Submitter
     plain: list[Any]
     places: list[tuple[int, int]]
-    described: list[tuple[int, str, DescriptorForm]]
+    described: list[tuple[int, int, DescriptorForm]]
 
 
 class PreparedStep:
@@ -119,11 +119,12 @@ class PreparedStep:
         places = [(at, named[name]) for at, name in (*self._tensors, *self._numbers)]
         places += [(at, buffers_at + index) for at, index in self._buffers]
         places += [(at, scalars_at + index) for at, index in self._scalars]
-        return FromList(self._submit, self._plain, places, self._described)
+        described = [(at, named[name], form) for at, name, form in self._described]
+        return FromList(self._submit, self._plain, places, described)
 
     def _fill_numbers(self, values: list[Any], named: Named, scalars: Sequence[int | float]) -> None:
         for at, name, form in self._described:
-            values[at] = form.at(named[name])
+            values[at] = form.at(named[name].data_ptr())
         for at, index in self._scalars:
             values[at] = scalars[index]
         for at, name in self._numbers:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flexgen.runtime.empty import DENSE
 from flexgen.runtime.prepared_step import PreparedStep
 from flexgen.runtime.tensor_guard import TensorGuard
 
@@ -19,11 +20,15 @@ class Memory:
     Attributes:
         shape, strides: of the output, in the caller's layout.
         scratch: elements of the query's dtype that partial rows take; None for none.
+        logsumexp: a tensor that the logsumexp is made like, see `shaped`; None where there is none.
+        tail: what rounding takes from it is wanted too; 0 at first.
     """
 
     shape: torch.Size
     strides: tuple[int, ...]
     scratch: int | None
+    logsumexp: torch.Tensor | None = None
+    tail: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +47,37 @@ class WarmForm:
 
 
 class WarmLaunch:
-    """The kernels of one form of inference call, bound.
+    """The kernels of one form of call, bound.
 
     Args:
         steps: they have run before.
         memory: what a launch allocates.
         form: of the calls; addresses are multiples of 16.
         keep: what the form names by its identity.
+        basis: what the backward needs to know.
 
     Attributes:
         rest: the form's.
+        basis: as given.
+        step: what autograd is given for each call, where that is the same for all; set by whoever makes it.
     """
 
-    def __init__(self, steps: Sequence[PreparedStep], memory: Memory, form: WarmForm, keep: object) -> None:
-        self.rest = form.rest
+    def __init__(
+        self, steps: Sequence[PreparedStep], memory: Memory, form: WarmForm, keep: object, basis: object
+    ) -> None:
+        self.rest, self.basis = form.rest, basis
+        self.step: Any = None
         self._keep = keep
         self._is_of_form = TensorGuard(form.tensors).passes
         like = torch.empty_like(form.tensors[0])
         self._is_like_query = (like.shape, like.stride()) == (memory.shape, memory.strides)
-        self._memory, self._scratch = memory, memory.scratch
-        # What kernels take is found in a list: addresses of the tensors, three places of the launch's own, numbers.
+        self._memory, self._scratch, self._logsumexp = memory, memory.scratch, memory.logsumexp
+        # What kernels take is found in a list: addresses of the tensors, five places of the launch's own, numbers.
         own = len(form.tensors)
         places = {name: number for number, name in enumerate(form.names)}
-        places = {"output": own, "partials": own + 1, "v_scale": own + 2} | places
-        self._steps = [step.from_list(places, len(form.names), own + 3) for step in steps]
+        made = ("output", "partials", "v_scale", "logsumexp", "logsumexp_tail")
+        places = {name: own + number for number, name in enumerate(made)} | places
+        self._steps = [step.from_list(places, len(form.names), own + len(made)) for step in steps]
 
     def takes(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> bool:
         """Whether these tensors, at these addresses, are of the form."""
@@ -80,8 +92,8 @@ class WarmLaunch:
         addresses: Sequence[int],
         v_scale: float,
         scalars: Sequence[int | float],
-    ) -> torch.Tensor:
-        """Launch and return the output, in the caller's layout.
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Launch and return the output, in the caller's layout, the logsumexp and its tail where they are wanted.
 
         Args:
             tensors, addresses: of the form.
@@ -90,23 +102,34 @@ class WarmLaunch:
         """
         query = tensors[0]
         output = torch.empty_like(query) if self._is_like_query else self._new_output(query)
-        if self._scratch is None:
-            given = [*addresses, output.data_ptr(), 0, v_scale, *scalars]
-        else:
+        logsumexp, tail, row_address, tail_address, scratch_address = None, None, 0, 0, 0
+        if self._logsumexp is not None:
+            logsumexp = torch.empty_like(self._logsumexp, memory_format=DENSE)
+            row_address = logsumexp.data_ptr()
+            if self._memory.tail:
+                tail = torch.zeros_like(logsumexp)
+                tail_address = tail.data_ptr()
+        if self._scratch is not None:
             partials = query.new_empty(self._scratch)  # lives until all is enqueued
-            given = [*addresses, output.data_ptr(), partials.data_ptr(), v_scale, *scalars]
+            scratch_address = partials.data_ptr()
+        given: list[Any] = [
+            *addresses,
+            output.data_ptr(),
+            scratch_address,
+            v_scale,
+            row_address,
+            tail_address,
+            *scalars,
+        ]
         for submit, plain, places, described in self._steps:
             values: list[Any] = plain.copy()
             for at, number in places:
                 values[at] = given[number]
             if described:
-                for at, name, form in described:
-                    values[at] = form.at(output if name == "output" else tensors[_INPUTS[name]])
+                for at, number, form in described:
+                    values[at] = form.at(given[number])
             submit(values)
-        return output
+        return output, logsumexp, tail
 
     def _new_output(self, query: torch.Tensor) -> torch.Tensor:
         return query.new_empty_strided(self._memory.shape, self._memory.strides)
-
-
-_INPUTS = {"query": 0, "key": 1, "value": 2}

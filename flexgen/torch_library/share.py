@@ -185,7 +185,7 @@ def _sharded_axes(query: Any, dims: dict[str, int]) -> tuple[str | None, ...]:
     for placement in query.placements:
         if placement.is_replicate():
             axes.append(None)
-        elif placement.is_shard() and not hasattr(placement, "split_factor") and placement.dim in names:  # not strided
+        elif type(placement) is Shard and placement.dim in names:  # and no strided one
             axes.append(names[placement.dim])
         else:
             refuse(

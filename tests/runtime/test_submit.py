@@ -157,7 +157,7 @@ class TestInstalled:
         source = types.SimpleNamespace(signature=signature, constants={})
         launcher = driver.CudaLauncher(source, metadata)
         tile = torch.zeros(2, 4, 100, 128, dtype=torch.bfloat16)
-        values = [descriptor_form(tile).at(tile) if kind in described else 16 for kind in signature.values()]
+        values = [descriptor_form(tile).of(tile) if kind in described else 16 for kind in signature.values()]
         launcher(1, 2, 3, 4, 77, PACKED, None, None, None, *values)
         make_submit(Kernel(launcher), 0)(1, 2, 3, 4, values)
         own, handed = ([_listed(value) for value in call] for call in calls)
