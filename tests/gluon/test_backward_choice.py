@@ -19,13 +19,24 @@ def window(b, h, q, k):
     return (q >= k) & (q - k < 256)
 
 
+def narrow(b, h, q, k):
+    return (q >= k) & (q - k < 64)
+
+
+def documents(b, h, q, k):
+    return q // 300 == k // 300
+
+
 def test_they_are_the_default_where_they_were_measured_to_win() -> None:
     assert backends_of(lower()) == ["GLUON", "GLUON"]
-    assert set(backends_of(lower(head_dim=256))) == {"GLUON"}
+    for mask_mod in (causal, window, documents):
+        assert set(backends_of(lower(head_dim=256, mask_mod=mask_mod))) == {"GLUON"}
     assert "times as fast as plain Triton at head dim 128" in " ".join(lower().explain().split())
 
 
-@pytest.mark.parametrize("problem", [{"head_dim": 64}, {"mask_mod": window}, {"mask_mod": window, "head_dim": 256}])
+@pytest.mark.parametrize(
+    "problem", [{"head_dim": 64}, {"mask_mod": window}, {"mask_mod": documents}, {"mask_mod": narrow, "head_dim": 256}]
+)
 def test_plain_triton_is_the_default_elsewhere(problem: dict[str, Any]) -> None:
     low = lower(**problem)
     assert (backends_of(low), passed_over(low)) == (["TRITON", "TRITON"], "not measured to win here")

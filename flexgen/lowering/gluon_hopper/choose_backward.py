@@ -86,18 +86,20 @@ class Win:
     Attributes:
         gain: how many times as fast, as text.
         least_keys: a query visits at least so many keys; None: only rows that the mask does not bound.
+        listed: the gain where the blocks that a derived table lists are visited; None: not measured to win.
     """
 
     gain: str
     least_keys: int | None
+    listed: str | None = None
 
 
 # Where these kernels are the default, by rounded head dim; elsewhere they are used where they are asked for. H200,
-# bf16, S = 8192, against plain Triton in interleaved rounds (benchmarks.gluon_check --backward), key ranges alone:
-# listed blocks and ranges that are reduced over rows are right, but were not measured to win.
+# bf16, S = 8192, against plain Triton in interleaved rounds (benchmarks.gluon_check --backward, benchmarks.backward).
+# A caller's block mask and ranges that are reduced over rows are right too, but were not measured to win.
 VERIFIED_TO_WIN: dict[int, Win] = {
     128: Win("1.1 to 1.6", None),
-    256: Win("1.7 to 2.0", 1024),
+    256: Win("1.4 to 2.0", 256, listed="1.4"),
 }
 
 
@@ -111,7 +113,11 @@ def refusal(question: Question, task: BackwardTask) -> str | None:
 def verified_to_win(question: Question, task: BackwardTask) -> str | None:
     """Return the measurement for which these kernels are the default for a task; None where there is none."""
     win = VERIFIED_TO_WIN.get(_size_class(question))
-    if win is None or question.schedule.walk is not Walk.RANGES:
+    if win is None:
+        return None
+    if question.schedule.walk is Walk.DERIVED and win.listed is not None:
+        return _told(win.listed, question, "blocks that a derived table lists")
+    if question.schedule.walk is not Walk.RANGES:
         return None
     keys = question.facts.kv.segments
     if any(bound.reduce for segment in keys for bound in segment.bounds):
@@ -119,9 +125,12 @@ def verified_to_win(question: Question, task: BackwardTask) -> str | None:
     visited = choose.keys_visited(dataclasses.replace(question.schedule, segments=keys))
     if visited is not None and (win.least_keys is None or visited < win.least_keys):
         return None
-    rows = "most keys" if visited is None else f"about {visited} keys"
-    gain = f"{win.gain} times as fast as plain Triton at head dim {_size_class(question)}"
-    return f"{gain}, where a row visits {rows} ({MEASURED})"
+    return _told(win.gain, question, "most keys" if visited is None else f"about {visited} keys")
+
+
+def _told(gain: str, question: Question, visited: str) -> str:
+    faster = f"{gain} times as fast as plain Triton at head dim {_size_class(question)}"
+    return f"{faster}, where a row visits {visited} ({MEASURED})"
 
 
 def parts_of(question: Question, task: BackwardTask) -> tuple[BackwardTask, ...]:
