@@ -37,7 +37,7 @@ from flexgen.pipeline import ForwardKernel, Understood, compile_forward, compile
 from flexgen.problem import INDEX_LIMIT, Guard, Problem, TableForm
 from flexgen.runtime.bind import bind
 from flexgen.runtime.block_table import BlockTable, check_block_table, read_block_mask
-from flexgen.runtime.derived_table import DerivedTable, refuse_capture
+from flexgen.runtime.derived_table import DerivedTable, Lists, refuse_capture
 from flexgen.runtime.describe import (
     TRUSTED_SCALAR,
     Launch,
@@ -688,7 +688,10 @@ class Attention:
         return self._prepared.get(self._form(reading, query, key, value, extras))
 
     def _warm_calls(self) -> WarmCalls:
-        return WarmCalls(self._mods, self._found, self._scalar_form, self._backward_of)
+        return WarmCalls(self._mods, self._found, self._scalar_form, self._lists_of, self._backward_of)
+
+    def _lists_of(self, request: TableRequest, values: Values) -> Lists:
+        return self._tables.lists(request, None, values)
 
     def _backward_of(self, basis: Basis, scalars: Sequence[int | float]) -> Callable[..., Gradients]:
         return partial(self._training.backward, Called(basis, tuple(scalars)))

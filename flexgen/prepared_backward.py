@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from flexgen.runtime.kernel import Kernel
 from flexgen.runtime.lists import column_lists, table_lists
 from flexgen.runtime.prepared_step import PreparedStep
 from flexgen.runtime.table_cache import TableRequest, Values
-from flexgen.runtime.warm_backward import GradientMemory, WarmBackward
+from flexgen.runtime.warm_backward import GradientMemory, ListsOf, WarmBackward
 from flexgen.tables import Tables
 
 INPUTS = ("query", "key", "value")
@@ -150,10 +151,9 @@ class PreparedBackward:
         self._first_sum = fixed.index(True) if True in fixed else None
         self._scales = _scale_counts(passes, launch)
         self._wanted = wanted
-        has_lists = table is not None or any(one.request is not None for one in passes)
         measures = len(form.sums) != len(self._buffers)  # for sums in fixed point
         has_more = launch.dropout is not None or bool(launch.cu_seqlens) or measures
-        self._may_be_warm = bool(passes) and not (has_lists or has_more or self._unwritten)
+        self._may_be_warm = bool(passes) and not (has_more or self._unwritten or self._columns_of is not None)
         self._warm: WarmBackward | None = None
 
     def _step(self, one: Pass, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> PreparedStep:
@@ -209,10 +209,16 @@ class PreparedBackward:
         Args:
             saved, grad_output: of this form.
         """
-        steps = [step for step in (self._delta, *(step for _, step in self._passes)) if step is not None]
-        if self._warm is None and self._may_be_warm and all(step.is_bound for step in steps):
-            self._warm = WarmBackward(steps, self._memory(grad_output.device), saved, grad_output, self._wanted)
+        if self._warm is None and self._may_be_warm and self._delta is not None:
+            steps: list[tuple[PreparedStep, ListsOf | None]] = [(self._delta, None)]
+            steps += [(step, partial(self._derived, one) if one.request else None) for one, step in self._passes]
+            if all(step.is_bound for step, _ in steps):
+                self._warm = WarmBackward(steps, self._memory(grad_output.device), saved, grad_output, self._wanted)
         return self._warm
+
+    def _derived(self, one: Pass, saved: Saved, scalars: Sequence[int | float]) -> Lists:
+        """Return the lists of the derived table of a call."""
+        return self._tables.lists(one.request, None, Values(saved.buffers, saved.buffers, scalars))
 
     def _memory(self, device: torch.device) -> GradientMemory:
         form = self._form
@@ -245,7 +251,7 @@ class PreparedBackward:
         if one.takes_given and given is not None and given.form == one.form:
             self._tables.cache.outlive_capture(given)
             return given.current_lists()
-        return self._tables.lists(one.request, None, Values(saved.buffers, saved.buffers, scalars))
+        return self._derived(one, saved, scalars)
 
     def _collected(self, outputs: Mapping[str, torch.Tensor]) -> Gradients:
         found: Gradients = {name: outputs[grad] for name, grad in self._inputs}

@@ -120,9 +120,10 @@ class Training:
         """Return the wanted gradients by name; see `Step.backward`."""
         launches = called.basis.launches
         last = launches.last
-        found = None if last is None else last.gradients(saved, grad_output, grad_logsumexp, wanted, called.scalars)
-        if found is not None:
-            return found
+        if last is not None and called.given is None:
+            found = last.gradients(saved, grad_output, grad_logsumexp, wanted, called.scalars)
+            if found is not None:
+                return found
         form = _form(saved, grad_output, grad_logsumexp, wanted)
         prepared = launches.by_form.get(form)
         if prepared is None:
@@ -132,7 +133,8 @@ class Training:
             launches.by_form[form] = prepared
         try:
             found = prepared.run(saved, grad_output, grad_logsumexp, called.scalars, called.given)
-            launches.last = prepared.warmed(saved, grad_output) if grad_logsumexp is None else None
+            if grad_logsumexp is None and called.given is None:
+                launches.last = prepared.warmed(saved, grad_output)
             return found
         except OutOfResourcesError as error:
             launches.clear()

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from flexgen.capture.live import LiveMods, Reading
+from flexgen.runtime.derived_table import Lists
 from flexgen.runtime.differentiable import Step, attend_unobserved, grad_is_needed
 from flexgen.runtime.prepared import Prepared
+from flexgen.runtime.prepared_step import aligned_addresses
+from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.runtime.warm_launch import WarmForm, WarmLaunch
 from flexgen.torch_library.call import is_observed, refuse_distributed
 
@@ -27,6 +30,7 @@ class WarmCalls:
         prepared: returns the launch that was prepared for such a call, and for autograd to record if the last argument
             says so; None where there is none yet.
         scalar_form: returns what the choice of a kernel depends on in captured numbers.
+        lists: returns the block lists that a request stands for, given the captured values.
         backward: returns what computes gradients of a call, see `Step.backward`, given what its launch knows for that
             and the captured numbers.
     """
@@ -36,9 +40,11 @@ class WarmCalls:
         mods: LiveMods,
         prepared: Callable[[Reading, Tensor, Tensor, Tensor, float | None, Mapping[str, Any], bool], Prepared | None],
         scalar_form: Callable[[Reading, Tensor, Tensor], Hashable],
+        lists: Callable[[TableRequest, Values], Lists],
         backward: Callable[[Any, Sequence[int | float]], Callable[..., Any]],
     ) -> None:
-        self._mods, self._prepared, self._scalar_form, self._backward = mods, prepared, scalar_form, backward
+        self._mods, self._prepared, self._scalar_form = mods, prepared, scalar_form
+        self._lists, self._backward = lists, backward
         self._last: WarmLaunch | None = None
         self._recorded: WarmLaunch | None = None
 
@@ -80,23 +86,39 @@ class WarmCalls:
                     self._last = warm
         except RuntimeError:  # of tensors without addresses, shapes or strides, which are refused elsewhere
             return None
+        lists: Lists = _NO_LISTS  # alive until all is enqueued
+        listed = _NO_ADDRESSES
+        if warm.request is not None:
+            lists = self._lists(warm.request, Values(buffers, buffers, scalars))
+            found = aligned_addresses(lists)
+            if found is None:
+                return None
+            listed = found
         if records:
-            return self._record(warm, tensors, scalars)
+            return self._record(warm, tensors, scalars, listed)
         v_scale = sides.get("v_scale") if sides else None
-        return warm.run(tensors, addresses, v_scale if isinstance(v_scale, float | int) else 0.0, scalars)[0]
+        return warm.run(tensors, addresses, v_scale if isinstance(v_scale, float | int) else 0.0, scalars, listed)[0]
 
-    def _record(self, warm: WarmLaunch, tensors: Sequence[Tensor], scalars: Sequence[int | float]) -> Tensor:
+    def _record(
+        self, warm: WarmLaunch, tensors: Sequence[Tensor], scalars: Sequence[int | float], lists: Mapping[str, int]
+    ) -> Tensor:
         """Make a call under autograd."""
         step = warm.step
         if step is None:
-            step = Step(partial(_launched, warm, scalars), self._backward(warm.basis, scalars))
-            if not scalars:
+            step = Step(partial(_launched, warm, scalars, lists), self._backward(warm.basis, scalars))
+            if not scalars and not lists:
                 warm.step = step
         return attend_unobserved(step, tensors)
 
 
-def _launched(warm: WarmLaunch, scalars: Sequence[int | float], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    output, logsumexp, tail = warm.run(tensors, [tensor.data_ptr() for tensor in tensors], 0.0, scalars)
+_NO_LISTS: Lists = {}
+_NO_ADDRESSES: Mapping[str, int] = {}
+
+
+def _launched(
+    warm: WarmLaunch, scalars: Sequence[int | float], lists: Mapping[str, int], tensors: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    output, logsumexp, tail = warm.run(tensors, [tensor.data_ptr() for tensor in tensors], 0.0, scalars, lists)
     assert logsumexp is not None, "what autograd records keeps it"
     outputs = {"output": output, "logsumexp": logsumexp}
     return outputs if tail is None else outputs | {"logsumexp_tail": tail}

@@ -11,6 +11,7 @@ import torch
 from flexgen.errors import UnsupportedProblemError
 from flexgen.ir.graph import Axis
 from flexgen.problem import TableForm
+from flexgen.runtime.current import current_raw_stream
 from flexgen.runtime.describe import Launch
 
 MAX_ENTRIES = (1 << 31) - 1  # offsets into a list are int32
@@ -110,7 +111,11 @@ class Ready:
     """When and where a table was queued for computation: an event on a stream, by its raw handle."""
 
     event: torch.cuda.Event
+    device: int
     stream: int
+
+    def is_on_current_stream(self) -> bool:
+        return current_raw_stream(self.device) == self.stream
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -164,9 +169,11 @@ class DerivedTable:
         """Return the lists, for use on the current stream."""
         if self.ready is None:
             return self.lists
-        stream = torch.cuda.current_stream(self.sizes.device)
+        if self.ready.is_on_current_stream():
+            return self.lists
         # A capture cannot wait for what was queued outside of it; torch.cuda.graph waits for the device before it.
-        if stream.cuda_stream != self.ready.stream and not torch.cuda.is_current_stream_capturing():
+        if not torch.cuda.is_current_stream_capturing():
+            stream = torch.cuda.current_stream(self.sizes.device)
             stream.wait_event(self.ready.event)
             for tensor in self.lists.values():
                 tensor.record_stream(stream)

@@ -14,23 +14,8 @@ from flexgen.codegen.source import LineOrigin
 from flexgen.errors import InternalError
 from flexgen.runtime.arguments import TypedArg, is_pointer
 from flexgen.runtime.build import TargetFacts, compile_entry, out_of_resources
+from flexgen.runtime.current import current_device, current_raw_stream
 from flexgen.runtime.submit import Submit, make_submit
-
-
-def _slow_raw_stream(device: int) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-# torch's own shortcut, which Triton uses too; a build of torch without CUDA lacks it.
-current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
-
-
-def _slow_device() -> int:
-    return int(torch.cuda.current_device())
-
-
-# The same without checking each time that CUDA is initialised: whoever launches holds tensors there.
-current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", _slow_device)
 
 Submitter = Callable[[Sequence[object]], None]
 

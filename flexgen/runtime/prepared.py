@@ -50,7 +50,7 @@ class Prepared:
         self._warm: WarmLaunch | None = None
         self._outputs, self._layout = outputs, layout
         has_more = bool(outputs.max_scores or launch.dropout is not None or launch.cu_seqlens)
-        self._may_be_warm = request is None and not has_more and not outputs.columns_outside
+        self._may_be_warm = not has_more and not outputs.columns_outside
         self._keep = keep
         launch = kernel.settled(launch)
         self._scratch = kernel.scratch_elements(launch)
@@ -97,7 +97,7 @@ class Prepared:
             logsumexp = None if rows is None else shaped(rows.shape, rows.dtype, query.device)
             scratch, tail = self._scratch_in(query.dtype), self._outputs.tail
             memory = Memory(output.shape, output.stride(), scratch, logsumexp, tail=tail)
-            self._warm = WarmLaunch(self._steps, memory, form, self._keep, self.basis)
+            self._warm = WarmLaunch(self._steps, memory, form, self._keep, self.basis, self.request)
         return self._warm
 
     def _scratch_in(self, dtype: torch.dtype) -> int | None:

@@ -24,12 +24,33 @@ class FromList(NamedTuple):
         plain: the arguments, of which some are filled in:
         places: the positions of those, and which of the list's values they take.
         described: the positions of descriptors, which of the list's values is their address, and their forms.
+        tables: the positions of block lists that come with each call, and their names.
     """
 
     submit: Submitter
     plain: list[Any]
     places: list[tuple[int, int]]
     described: list[tuple[int, int, DescriptorForm]]
+    tables: list[tuple[int, str]]
+
+    def launch(self, given: Sequence[Any], lists: Named) -> None:
+        """Launch with such a list of values, and the addresses of block lists by name."""
+        values = self.plain.copy()
+        for at, number in self.places:
+            values[at] = given[number]
+        if self.described:
+            for at, number, form in self.described:
+                values[at] = form.at(given[number])
+        if self.tables:
+            for at, name in self.tables:
+                values[at] = lists[name]
+        self.submit(values)
+
+
+def aligned_addresses(lists: Named) -> dict[str, int] | None:
+    """Return the addresses of block lists by name; None if one is no multiple of 16, which machine code relies on."""
+    addresses = {name: tensor.data_ptr() for name, tensor in lists.items()}
+    return None if any([address & 15 for address in addresses.values()]) else addresses  # noqa: C419 (faster)
 
 
 class PreparedStep:
@@ -105,8 +126,8 @@ class PreparedStep:
 
     @property
     def is_bound(self) -> bool:
-        """Whether it has run on what takes plain addresses, and its block lists do not change."""
-        return self._submit is not None and not self._tables
+        """Whether it has run on what takes plain addresses."""
+        return self._submit is not None
 
     def from_list(self, named: Mapping[str, int], buffers_at: int, scalars_at: int) -> FromList:
         """Return how to launch from a list of values, where it is bound.
@@ -120,7 +141,7 @@ class PreparedStep:
         places += [(at, buffers_at + index) for at, index in self._buffers]
         places += [(at, scalars_at + index) for at, index in self._scalars]
         described = [(at, named[name], form) for at, name, form in self._described]
-        return FromList(self._submit, self._plain, places, described)
+        return FromList(self._submit, self._plain, places, described, self._tables)
 
     def _fill_numbers(self, values: list[Any], named: Named, scalars: Sequence[int | float]) -> None:
         for at, name, form in self._described:

@@ -115,4 +115,4 @@ def _ready(device: torch.device) -> Ready | None:
     if device.type != "cuda":
         return None
     stream = torch.cuda.current_stream(device)
-    return Ready(stream.record_event(), stream.cuda_stream)
+    return Ready(stream.record_event(), stream.device_index, stream.cuda_stream)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 
 from flexgen.runtime.differentiable import Gradients, Saved
 from flexgen.runtime.empty import DENSE
-from flexgen.runtime.prepared_step import PreparedStep
+from flexgen.runtime.prepared_step import PreparedStep, aligned_addresses
 from flexgen.runtime.tensor_guard import TensorGuard
 
+ListsOf = Callable[[Saved, Sequence[int | float]], Mapping[str, torch.Tensor]]
 GIVEN = ("query", "key", "value", "output", "logsumexp", "grad_output")
 
 
@@ -36,10 +37,10 @@ class GradientMemory:
 
 
 class WarmBackward:
-    """The kernels of one form of backward call, bound; of calls that bring neither block lists, packing nor dropout.
+    """The kernels of one form of backward call, bound; of calls that bring neither packing nor dropout.
 
     Args:
-        steps: they have run before.
+        steps: they have run before; with each what returns the block lists of a call, where they change.
         memory: what a call allocates.
         saved, grad_output: one call's.
         wanted: names of the gradients to return.
@@ -47,7 +48,7 @@ class WarmBackward:
 
     def __init__(
         self,
-        steps: Sequence[PreparedStep],
+        steps: Sequence[tuple[PreparedStep, ListsOf | None]],
         memory: GradientMemory,
         saved: Saved,
         grad_output: torch.Tensor,
@@ -69,7 +70,8 @@ class WarmBackward:
         names = GIVEN if saved.tail is None else (*GIVEN, "logsumexp_tail")
         places = {name: number for number, name in enumerate(names)}
         places |= {name: len(tensors) + number for number, name in enumerate(made)}
-        self._steps = [step.from_list(places, len(names), len(tensors) + len(made)) for step in steps]
+        scalars_at = len(tensors) + len(made)
+        self._steps = [(step.from_list(places, len(names), scalars_at), lists_of) for step, lists_of in steps]
 
     def gradients(
         self,
@@ -91,10 +93,16 @@ class WarmBackward:
             together |= address
         if together & 15 or not self._is_of_form(tensors):
             return None
-        return self._run(tensors, addresses, scalars)
+        lists = [None if lists_of is None else lists_of(saved, scalars) for _, lists_of in self._steps]
+        listed = [_NO_LISTS if one is None else aligned_addresses(one) for one in lists]
+        return None if None in listed else self._run(tensors, addresses, scalars, listed)
 
     def _run(
-        self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], scalars: Sequence[int | float]
+        self,
+        tensors: Sequence[torch.Tensor],
+        addresses: Sequence[int],
+        scalars: Sequence[int | float],
+        listed: Sequence[Any],
     ) -> Gradients:
         rows = torch.empty_like(self._memory.rows, memory_format=DENSE)  # lives until all is enqueued
         start, given = rows.data_ptr(), list[Any](addresses)
@@ -110,19 +118,14 @@ class WarmBackward:
             found[place] = total = torch.zeros_like(like, memory_format=DENSE)
             given.append(total.data_ptr())
         given += scalars
-        for submit, plain, places, described in self._steps:
-            values: list[Any] = plain.copy()
-            for at, number in places:
-                values[at] = given[number]
-            if described:
-                for at, number, form in described:
-                    values[at] = form.at(given[number])
-            submit(values)
+        for (step, _), lists in zip(self._steps, listed, strict=True):
+            step.launch(given, lists)
         for _, place, _, dtype in self._memory.sums:
             found[place] = found[place].to(dtype)
         return found
 
 
+_NO_LISTS: Mapping[str, int] = {}
 _PLACES = {"grad_query": 0, "grad_key": 1, "grad_value": 2}
 
 

