@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
-from benchmarks import memory, train_gpt
+import flexgen
+from benchmarks import matrix, memory, train_gpt
+from benchmarks.cases import window
 from benchmarks.memory import Memory, Row
 
 ABOUT = {"device": "a GPU", "date": "2026-12-01"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("benchmark", [memory, train_gpt], ids=["memory", "train_gpt"])
+@pytest.mark.parametrize("benchmark", [matrix, memory, train_gpt], ids=["matrix", "memory", "train_gpt"])
 def test_without_a_gpu_a_benchmark_leaves_with_the_reason(benchmark, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmark"])
     with pytest.raises(SystemExit, match="measures on a CUDA device, and torch finds none"):
@@ -32,3 +36,39 @@ def test_curves_are_shown_step_by_step():
     assert "Largest difference of the losses: 0.25000." in lines
     assert lines[-1] == "| 1 | 1.50000 | 1.75000 | -0.25000 |"
     assert train_gpt.largest_difference([1.0], [float("nan")]) == float("inf")
+
+
+SMALL = matrix.Problem("window", None, window(7), 1, 4, 2, 24, 40, 16)
+
+
+def test_live_pairs_are_counted_by_the_mask(monkeypatch):
+    monkeypatch.setattr(matrix, "ROWS_AT_A_TIME", 5)
+    assert matrix.live_pairs(SMALL, "cpu") == sum(0 <= q - k <= 7 for q in range(24) for k in range(40))
+
+
+def test_the_reference_is_the_shared_head_and_its_queries():
+    """Against flexgen itself, in the interpreter; a wrong gradient is told."""
+    torch.manual_seed(0)
+    sizes = ((4, 24), (2, 40), (2, 40))
+    tensors = [torch.randn(1, heads, length, 16, requires_grad=True) for heads, length in sizes]
+    grad = torch.randn(1, 4, 24, 16)
+    output = flexgen.compile(None, SMALL.mask_mod)(*tensors)
+    found = [output, *torch.autograd.grad(output, tensors, grad)]
+    wanted = matrix.reference(SMALL, tensors, grad)
+    assert matrix.worst_error(SMALL, found, wanted) < 1e-5
+    assert matrix.worst_error(SMALL, [*found[:3], 1.1 * found[3]], wanted) > matrix.MOST_ERROR
+
+
+def test_the_matrix_is_shown_as_a_table_and_drawn(tmp_path):
+    rows = [
+        {"case": "causal", "shape": SMALL.shape, "pass": name, "ms": {}, "wrong": [], "errors": {}}
+        | {"tflops": {"flexgen": 400.0, "flex": 250.0, "fa2": 300.0}}
+        for name in ("forward", "backward")
+    ]
+    lines = matrix.report(rows, ABOUT).splitlines()
+    assert "| causal | B=1 H=4/2 S=24 x 40 D=16 bf16 | forward | 400 | 250 |  | 300 | 1.60 |" in lines
+    assert "backward: 1.60 times flex as a geometric mean, at least 1.60." in lines
+    results = tmp_path / "matrix.json"
+    about = {"device": "a GPU", "date": "2026-12-01", "torch": "2.13.0", "triton": "3.7.1"}
+    results.write_text(json.dumps({"environment": about, "rows": rows}))
+    assert "fa2" in matrix.plot(results).read_text()
