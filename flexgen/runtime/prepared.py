@@ -96,7 +96,8 @@ class Prepared:
             rows = made.get("logsumexp")
             logsumexp = None if rows is None else shaped(rows.shape, rows.dtype, query.device)
             scratch, tail = self._scratch_in(query.dtype), self._outputs.tail
-            memory = Memory(output.shape, output.stride(), scratch, logsumexp, tail=tail)
+            written = any(step.takes("logsumexp_tail") for step in self._steps)
+            memory = Memory(output.shape, output.stride(), scratch, logsumexp, tail=tail, tail_is_written=written)
             self._warm = WarmLaunch(self._steps, memory, form, self._keep, self.basis, self.request)
         return self._warm
 

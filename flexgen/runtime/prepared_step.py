@@ -129,6 +129,10 @@ class PreparedStep:
         """Whether it has run on what takes plain addresses."""
         return self._submit is not None
 
+    def takes(self, name: str) -> bool:
+        """Whether a tensor is one of the kernel's arguments, by its name."""
+        return any(name == taken for _, taken in self._tensors)
+
     def from_list(self, named: Mapping[str, int], buffers_at: int, scalars_at: int) -> FromList:
         """Return how to launch from a list of values, where it is bound.
 

@@ -22,7 +22,8 @@ class Memory:
         shape, strides: of the output, in the caller's layout.
         scratch: elements of the query's dtype that partial rows take; None for none.
         logsumexp: a tensor that the logsumexp is made like, see `shaped`; None where there is none.
-        tail: what rounding takes from it is wanted too; 0 at first.
+        tail: what rounding takes from it is wanted too.
+        tail_is_written: by a kernel; else it is 0.
     """
 
     shape: torch.Size
@@ -30,6 +31,7 @@ class Memory:
     scratch: int | None
     logsumexp: torch.Tensor | None = None
     tail: bool = False
+    tail_is_written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class WarmLaunch:
             logsumexp = torch.empty_like(self._logsumexp, memory_format=DENSE)
             row_address = logsumexp.data_ptr()
             if self._memory.tail:
-                tail = torch.zeros_like(logsumexp)
+                tail = torch.empty_like(logsumexp) if self._memory.tail_is_written else torch.zeros_like(logsumexp)
                 tail_address = tail.data_ptr()
         if self._scratch is not None:
             partials = query.new_empty(self._scratch)  # lives until all is enqueued
