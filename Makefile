@@ -7,15 +7,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.flexgen-installed
 MAX_TEST_PROCESSES ?= 8
+# The oldest Triton that is supported, the one that .venv has, and the newest.
+TRITONS ?= 3.6.0 3.7.1 3.9.0
+OFFLINE_TESTS := tests/offline tests/gluon tests/runtime/test_submit.py tests/runtime/test_launch.py
 
 # pytest-xdist gives each core a process, so each process computes on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-slow regen docs lint format install clean
+.PHONY: help demo test test-gpu test-slow test-versions regen docs lint format install clean
 
 help: ## list the commands
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1	/p' Makefile | expand -t 16
 
 demo: $(INSTALLED) ## compile two attention variants, show the decisions and the kernels, run and check them
 	$(BIN)/python examples/demo.py
@@ -28,6 +31,20 @@ test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 
 test-slow: $(INSTALLED) ## run the tests that take minutes
 	$(PYTEST) -m slow -n auto --maxprocesses=$(MAX_TEST_PROCESSES)
+
+test-versions: $(TRITONS:%=test-triton-%) ## compile the corpus offline with each supported Triton, in environments of their own
+
+test-triton-%: .venv-triton-%/.installed
+	OMP_NUM_THREADS=1 .venv-triton-$*/bin/python -m pytest -n auto --maxprocesses=$(MAX_TEST_PROCESSES) $(OFFLINE_TESTS)
+
+.PRECIOUS: .venv-triton-%/.installed
+
+# An environment with one Triton of its own, and for the rest what .venv has.
+.venv-triton-%/.installed: $(INSTALLED)
+	@$(BIN)/python -m venv --without-pip .venv-triton-$*
+	@$(BIN)/python -m pip --python .venv-triton-$*/bin/python install --quiet --disable-pip-version-check --no-deps triton==$*
+	@cd .venv-triton-$* && for site in lib/python*/site-packages; do echo "$(CURDIR)/$(VENV)/$$site" >$$site/base.pth; done
+	@touch $@
 
 regen: $(INSTALLED) ## rewrite the golden files
 	$(PYTEST) --regen
@@ -54,4 +71,4 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) build dist *.egg-info demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-triton-* build dist *.egg-info demo_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
