@@ -262,6 +262,8 @@ class Attention:
         if needs_operator(query, key, value):
             outputs = self._through_operator(tensors, extras)
         else:
+            if query.is_neg() or key.is_neg() or value.is_neg():  # torch has yet to negate what lies in memory
+                tensors = tuple(tensor.resolve_neg() for tensor in tensors)
             outputs = self.run(self._read(*tensors), tensors, extras)
         if sinks is not None:
             outputs |= self._with_sinks(outputs, sinks)

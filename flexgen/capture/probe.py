@@ -65,6 +65,7 @@ def _tensor_guard(text: _Text, name: str, tensor: torch.Tensor, buffer: Buffer) 
         f"{name}.dim() != {buffer.rank}",
         f"{name}.device != {text.constant(tensor.device)}",
         f"{name}.requires_grad is not {buffer.requires_grad}",
+        f"{name}.is_neg()",
     ]
     checks += [f"{name}.stride({i}) != {kind}" for i, kind in enumerate(buffer.strides) if kind != "*"]
     checks += [f"{name}.size({i}) != {size}" for i, size in enumerate(buffer.sizes) if size is not None]

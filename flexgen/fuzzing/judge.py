@@ -8,11 +8,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flexgen.fuzzing.mod_meaning import Noise
+from flexgen.fuzzing.mod_meaning import Noise, captured_tensors
 from flexgen.fuzzing.reference import STATISTICS, Precision, Problem, Values, evaluate
 from flexgen.options import Options
 
 NOISY_EVALUATIONS = 6
+FLOAT32_ERROR = 2.5e-7  # relative, of an operation on float32: two units in the last place
 
 
 class Wrong(AssertionError):
@@ -94,7 +95,8 @@ class Judge:
 
     @cached_property
     def _noisy(self) -> list[Values]:
-        noises = [Noise(self._epsilon(), self._rounding(), seed) for seed in range(NOISY_EVALUATIONS)]
+        errors = (self._epsilon(), self._epsilon_of_mods(), self._rounding())
+        noises = [Noise(*errors, seed) for seed in range(NOISY_EVALUATIONS)]
         return [evaluate(self._problem, Precision(exact=True, noise=noise)) for noise in noises]
 
     def _rounding(self) -> float:
@@ -107,7 +109,13 @@ class Judge:
             return 4e-16
         if self._fast_tanh:
             return 1e-3
-        return torch.finfo(self._dtype).eps if self._rounds_query else 2.5e-7
+        return torch.finfo(self._dtype).eps if self._rounds_query else FLOAT32_ERROR
+
+    def _epsilon_of_mods(self) -> float:
+        """Return the relative error that an operation of a mod may have: of float32 beside a captured tensor of it."""
+        captured = captured_tensors(self._problem.score_mod, self._problem.mask_mod)
+        narrow = any(it.is_floating_point() and it.dtype != torch.float64 for it in captured)
+        return max(self._epsilon(), FLOAT32_ERROR) if narrow else self._epsilon()
 
     def _bound(self, name: str, expected: Tensor) -> float:
         factors: dict[torch.dtype, float]

@@ -22,11 +22,13 @@ class Noise:
     several seeds differ.
 
     Attributes:
-        epsilon: the relative error of float32 and float64 values of mods; narrower dtypes have their own.
-        operands: that of what is multiplied in the inputs' dtype: softmax weights, and the gradients of scores.
+        epsilon: the relative error of products of queries and keys.
+        results: that of float32 and float64 values of mods; narrower dtypes have their own.
+        operands: that of what is rounded to the inputs' dtype: softmax weights, the gradients of scores, outputs.
     """
 
     epsilon: float
+    results: float
     operands: float
     seed: int
     _random: random.Random = field(init=False, repr=False)
@@ -35,7 +37,7 @@ class Noise:
         self._random = random.Random(self.seed)
 
     def on_result(self, value: Tensor) -> Tensor:
-        epsilon = max(self.epsilon, torch.finfo(value.dtype).eps)
+        epsilon = max(self.results, torch.finfo(value.dtype).eps)
         return value * (1.0 + self._random.choice((-1.0, 0.0, 1.0)) * epsilon)
 
     def on_scores(self, scores: Tensor, sizes: Tensor) -> Tensor:
@@ -52,9 +54,22 @@ class Noise:
         """Return softmax weights with the error of rounding to the inputs' dtype."""
         return weights * (1.0 + self._signs(weights, 2) * self.operands)
 
+    def on_output(self, output: Tensor, scores: Tensor, weights: Tensor) -> None:
+        """Make the error that gradients of scores have where their rows' sums are taken from the rounded output."""
+        if not (output.requires_grad and scores.requires_grad):
+            return
+        errors: list[Tensor] = []  # of each row's sum; the output's gradient is known before that of the scores
+
+        def note(gradient: Tensor) -> None:
+            rounded = output.detach() * self._signs(output, 3) * self.operands
+            errors.append((gradient * rounded).sum(-1, keepdim=True))
+
+        output.register_hook(note)  # type: ignore[no-untyped-call]
+        scores.register_hook(lambda gradient: gradient + weights.detach() * sum(errors))  # type: ignore[no-untyped-call]
+
     def _signs(self, like: Tensor, stream: int) -> Tensor:
         """Return numbers from -1 to 1, the same on every device."""
-        generator = torch.Generator().manual_seed(3 * self.seed + stream)
+        generator = torch.Generator().manual_seed(4 * self.seed + stream)
         return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.device) * 2 - 1
 
 

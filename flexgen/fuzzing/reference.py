@@ -157,7 +157,10 @@ def _dense(
     weights, logsumexp, max_scores = _softmax(scores)
     value = value.to(query.dtype)
     weights = weights if precision.noise is None else precision.noise.on_weights(weights)
-    return weights.to(value.dtype) @ value, logsumexp, max_scores
+    output = weights.to(value.dtype) @ value
+    if precision.noise is not None:
+        precision.noise.on_output(output, scores, weights)
+    return output, logsumexp, max_scores
 
 
 def _grouped(tensor: Tensor, query: Tensor) -> Tensor:

@@ -127,9 +127,15 @@ def permute_heads(attention: Attention, call: Call) -> Outputs:
     call = _ordered(attention, call)
     last = call.query.shape[1] - 1
     own = _recompiled(attention, lambda mod: lambda *args: mod(*args[:-3], last - args[-3], *args[-2:]))
-    query, key, value = (tensor.flip(1) for tensor in (call.query, call.key, call.value))
+    query, key, value = (_reversed_heads(tensor) for tensor in (call.query, call.key, call.value))
     output, lse, max_scores = dataclasses.replace(call, query=query, key=key, value=value).run(own)
     return output.flip(1), lse.flip(1), max_scores.flip(1)
+
+
+def _reversed_heads(tensor: Tensor) -> Tensor:
+    if tensor.element_size() > 1:
+        return tensor.flip(1)
+    return tensor.view(torch.uint8).flip(1).view(tensor.dtype)  # torch does not flip float8
 
 
 def shift_rows(attention: Attention, call: Call) -> Outputs:

@@ -16,7 +16,7 @@ from flexgen.ir.sizes import size_name
 from flexgen.lowering.host_value import all_hold
 from flexgen.lowering.proofs import Proof
 from flexgen.options import Layout
-from flexgen.problem import DIVISOR, INDEX_LIMIT, SIZE_LIMIT, Guard, Problem, TableForm, bucket
+from flexgen.problem import DIVISOR, GRID_LIMIT, INDEX_LIMIT, SIZE_LIMIT, Guard, Problem, TableForm, bucket
 from flexgen.runtime.dropout import Dropout
 
 STORED = (torch.float8_e4m3fn, torch.float8_e5m2)  # of keys and values beside a half-precision query
@@ -264,6 +264,7 @@ def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
         aligned=frozenset(name for name, tensor in launch.tensors.items() if _is_aligned(tensor)),
         rows_safe_holds=not launch.cu_seqlens and rows_safe.holds and all_hold(rows_safe.assumptions, _numbers(launch)),
         wide_index=length >= INDEX_LIMIT,
+        crowded=max(launch.batch, launch.q_heads) > GRID_LIMIT,
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
+import flexgen
 from flexgen.codegen import node_printer
 from flexgen.codegen.dialects import triton as triton_dialect
 from flexgen.fuzzing import worker
@@ -194,6 +195,26 @@ def test_the_judge_wants_nan_where_a_live_score_is_nan():
     Judge(problem, Options()).check(exact)
     with pytest.raises(Wrong, match="instead of nan"):
         Judge(problem, Options()).check({**exact, "output": exact["output"].nan_to_num()})
+
+
+def test_the_judge_knows_the_precision_of_what_mods_capture():
+    table = drawn((1,), seed=0)
+    inputs = (drawn((1, 1, 7, 16), "float64", seed) for seed in range(3))
+    check_call(flexgen.compile(lambda score, b, h, q, k: table[q % 1] ** 1.5), *inputs)
+
+
+@pytest.mark.parametrize(("dtype", "spread"), [("bfloat16", 1.0), ("float32", 8.0)])
+def test_the_judge_knows_that_rows_of_gradients_are_summed_from_the_rounded_output(dtype: str, spread: float):
+    table = drawn((1,), requires_grad=True)
+    query, key = (drawn((1, 1, length, 64), dtype, requires_grad=True) for length in (7, 65))
+    value = drawn((1, 1, 65, 64), dtype, spread=spread, requires_grad=True)
+    attention = flexgen.compile(lambda score, b, h, q, k: score + table[0], lambda b, h, q, k: q >= k)
+    check_call(attention, query, key, value, scale=0.3, backward=True)
+
+
+def test_heads_of_float8_are_reversed():
+    query, key = drawn((1, 2, 7, 16), "bfloat16"), drawn((1, 2, 7, 16), "float8_e4m3fn")
+    check_call(flexgen.compile(), query, key, key, also=["with heads in reverse"])
 
 
 # Processes.
