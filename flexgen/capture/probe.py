@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flexgen.capture.contents import contents_of
 from flexgen.capture.slots import Slot, SlotKind
 from flexgen.ir.graph import Buffer
 
@@ -45,6 +46,7 @@ class _Text:
             "Tensor": torch.Tensor,
             "MethodType": types.MethodType,
             "partial": functools.partial,
+            "contents_of": contents_of,
             "LOW": -(2**63),
             "HIGH": 2**63,
         }
@@ -105,6 +107,9 @@ def _guard(text: _Text, slot: Slot, name: str, bindings: Bindings) -> str | None
             return f"{name}.__class__ is not {text.constant(type(value))} or len({name}) != {len(value)}"
         case SlotKind.MAPPING:
             return f"{name}.__class__ is not {text.constant(type(value))} or list({name}) != {list(value)!r}"
+        case SlotKind.CONTENTS:
+            kind, held = text.constant(type(value)), text.constant(contents_of(value))
+            return f"{name}.__class__ is not {kind} or contents_of({name}) != {held}"
         case SlotKind.OBJECT:
             return f"{name} is not {text.constant(value)}"
         case SlotKind.SAME_OBJECT:

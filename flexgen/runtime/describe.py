@@ -21,6 +21,7 @@ from flexgen.runtime.dropout import Dropout
 
 STORED = (torch.float8_e4m3fn, torch.float8_e5m2)  # of keys and values beside a half-precision query
 HALF = (torch.float16, torch.bfloat16)
+LARGEST_SCALE = 2.3e38  # float32's largest number over log2(e), rounded down
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT32_END = 1 << 31
 TRUSTED_SCALAR = 1 << 48  # bounds of masks are derived for captured numbers below this
@@ -177,7 +178,7 @@ def softmax_scale(scale: Any, head_dim: int) -> float:
     """Return the scale as a float; 1/sqrt(head_dim) by default.
 
     Raises:
-        UnsupportedProblemError: not a finite number, or one that float32 cannot hold.
+        UnsupportedProblemError: not a finite number, or one that float32 cannot hold in base 2.
     """
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
@@ -196,6 +197,12 @@ def softmax_scale(scale: Any, head_dim: int) -> float:
             f"scale={scale!r} is not a finite float32 number",
             why="scores are computed in float32",
             fix="pass a finite scale, such as 0.125",
+        )
+    if abs(number) > LARGEST_SCALE:
+        raise UnsupportedProblemError(
+            f"scale={scale!r} is too large",
+            why="exponentials are computed in base 2, and the scale times log2(e) passes float32's largest number",
+            fix=f"pass one of at most {LARGEST_SCALE:.3g}",
         )
     return number if abs(number) >= limits.tiny else 0.0
 
