@@ -14,6 +14,7 @@ from flexgen.options import Options
 
 NOISY_EVALUATIONS = 6
 FLOAT32_ERROR = 2.5e-7  # relative, of an operation on float32: two units in the last place
+FLOAT64_ERROR = 4e-16
 
 
 class Wrong(AssertionError):
@@ -95,7 +96,8 @@ class Judge:
 
     @cached_property
     def _noisy(self) -> list[Values]:
-        errors = (self._epsilon(), self._epsilon_of_mods(), self._rounding())
+        exponents = FLOAT64_ERROR if self._dtype == torch.float64 else FLOAT32_ERROR
+        errors = (self._epsilon(), self._epsilon_of_mods(), self._rounding(), exponents)
         noises = [Noise(*errors, seed) for seed in range(NOISY_EVALUATIONS)]
         return [evaluate(self._problem, Precision(exact=True, noise=noise)) for noise in noises]
 
@@ -106,7 +108,7 @@ class Judge:
     def _epsilon(self) -> float:
         """Return the relative error that an operation on scores may have."""
         if self._dtype == torch.float64:
-            return 4e-16
+            return FLOAT64_ERROR
         if self._fast_tanh:
             return 1e-3
         return torch.finfo(self._dtype).eps if self._rounds_query else FLOAT32_ERROR

@@ -14,6 +14,20 @@ from torch.overrides import TorchFunctionMode
 Mod = Callable[..., Any]
 
 
+MOST_OF_A_WEIGHT = 0.01  # by which rounding an exponent is taken to change a weight: larger scores are kept exact
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """Scores [B, H, Lq, Lk], the weights that they give, the values of all heads, and what comes of them."""
+
+    scores: Tensor
+    weights: Tensor
+    value: Tensor
+    output: Tensor
+    logsumexp: Tensor
+
+
 @dataclass(slots=True)
 class Noise:
     """Errors as those of rounding: each floating result of a mod is off by some of its dtype's last digits.
@@ -25,11 +39,13 @@ class Noise:
         epsilon: the relative error of products of queries and keys.
         results: that of float32 and float64 values of mods; narrower dtypes have their own.
         operands: that of what is rounded to the inputs' dtype: softmax weights, the gradients of scores, outputs.
+        exponents: that of a score and of a logsumexp, as parts of an exponent.
     """
 
     epsilon: float
     results: float
     operands: float
+    exponents: float
     seed: int
     _random: random.Random = field(init=False, repr=False)
 
@@ -54,22 +70,38 @@ class Noise:
         """Return softmax weights with the error of rounding to the inputs' dtype."""
         return weights * (1.0 + self._signs(weights, 2) * self.operands)
 
-    def on_output(self, output: Tensor, scores: Tensor, weights: Tensor) -> None:
-        """Make the error that gradients of scores have where their rows' sums are taken from the rounded output."""
-        if not (output.requires_grad and scores.requires_grad):
+    def on_recomputed(self, softmax: Softmax, spread: Tensor) -> None:
+        """Make the errors of a backward that computes weights again from the logsumexp, and row sums from the output.
+
+        Args:
+            spread: the root of the sum of squares of each product's terms.
+        """
+        output, scores, value = softmax.output, softmax.scores, softmax.value
+        if not output.requires_grad:
             return
-        errors: list[Tensor] = []  # of each row's sum; the output's gradient is known before that of the scores
+        weights, logsumexp = softmax.weights.detach(), softmax.logsumexp.detach()[..., None]
+        sizes = self.exponents * (scores.detach().abs() + logsumexp.abs())
+        relative = sizes.clamp(max=MOST_OF_A_WEIGHT) * self._signs(scores, 3)
+        relative = relative + self.epsilon * spread * self._signs(scores, 4)
+        moved = torch.where(weights == 0, 0.0, weights * relative)
+        known: dict[str, Tensor] = {}  # the output's gradient, which is known before those of scores and values
 
         def note(gradient: Tensor) -> None:
-            rounded = output.detach() * self._signs(output, 3) * self.operands
-            errors.append((gradient * rounded).sum(-1, keepdim=True))
+            rounded = output.detach() * self._signs(output, 5) * self.operands
+            known["gradient"], known["sums"] = gradient, (gradient * rounded).sum(-1, keepdim=True)
+
+        def on_scores(gradient: Tensor) -> Tensor:
+            return torch.where(weights == 0, 0.0, gradient * (1.0 + relative)) + weights * known["sums"]
 
         output.register_hook(note)  # type: ignore[no-untyped-call]
-        scores.register_hook(lambda gradient: gradient + weights.detach() * sum(errors))  # type: ignore[no-untyped-call]
+        if scores.requires_grad:
+            scores.register_hook(on_scores)  # type: ignore[no-untyped-call]
+        if value.requires_grad:
+            value.register_hook(lambda gradient: gradient + moved.mT @ known["gradient"])  # type: ignore[no-untyped-call]
 
     def _signs(self, like: Tensor, stream: int) -> Tensor:
         """Return numbers from -1 to 1, the same on every device."""
-        generator = torch.Generator().manual_seed(4 * self.seed + stream)
+        generator = torch.Generator().manual_seed(6 * self.seed + stream)
         return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.device) * 2 - 1
 
 

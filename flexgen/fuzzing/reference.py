@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexgen.fuzzing.mod_meaning import Mod, Noise, allowed_pairs, captured_tensors, modified_scores
+from flexgen.fuzzing.mod_meaning import Mod, Noise, Softmax, allowed_pairs, captured_tensors, modified_scores
 
 NOTHING = -math.inf
 STATISTICS = ("logsumexp", "max_scores")
@@ -159,7 +159,8 @@ def _dense(
     weights = weights if precision.noise is None else precision.noise.on_weights(weights)
     output = weights.to(value.dtype) @ value
     if precision.noise is not None:
-        precision.noise.on_output(output, scores, weights)
+        spread = (query.detach().square() @ key.detach().square().mT).sqrt() * abs(scale)
+        precision.noise.on_recomputed(Softmax(scores, weights, value, output, logsumexp), spread)
     return output, logsumexp, max_scores
 
 
@@ -184,6 +185,9 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = scores.amax(-1)
     empty = largest == NOTHING
     safe = torch.where(empty[..., None], 0.0, scores)
-    exponentials = torch.exp(safe - safe.amax(-1, keepdim=True).detach())
-    weights = torch.where(empty[..., None], 0.0, exponentials / exponentials.sum(-1, keepdim=True))
-    return weights, torch.where(empty, NOTHING, safe.logsumexp(-1)), largest
+    offset = safe.amax(-1, keepdim=True).detach()
+    exponentials = torch.exp(safe - offset)
+    total = exponentials.sum(-1, keepdim=True)
+    weights = torch.where(empty[..., None], 0.0, exponentials / total)
+    # torch.logsumexp has the gradient exp(score - logsumexp), whose difference loses all digits of large scores.
+    return weights, torch.where(empty, NOTHING, (offset + total.log())[..., 0]), largest

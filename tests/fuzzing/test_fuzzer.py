@@ -212,6 +212,34 @@ def test_the_judge_knows_that_rows_of_gradients_are_summed_from_the_rounded_outp
     check_call(attention, query, key, value, scale=0.3, backward=True)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options", "scale"), [("float32", {}, 4.0), ("bfloat16", {"fwd_PRESCALE_QK": True}, 1.5)]
+)
+def test_the_judge_knows_that_weights_are_computed_again(dtype: str, options: dict[str, bool], scale: float):
+    query, key, value = (drawn((1, 1, 7, 64), dtype, requires_grad=True) for _ in range(3))
+    check_call(flexgen.compile(None, lambda b, h, q, k: q >= k, options), query, key, value, scale=scale, backward=True)
+
+
+def test_the_judge_knows_the_gradient_of_a_logsumexp_of_huge_scores():
+    query, key, value = (drawn((1, 1, 7, 16), seed=seed, requires_grad=True) for seed in range(3))
+    check_call(flexgen.compile(lambda score, b, h, q, k: score - 1e30), query, key, value, backward=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "captured 0"])
+def test_the_judge_refuses_gradients_that_are_a_little_off(dtype: str, name: str):
+    table = drawn((9,), requires_grad=True)
+    query, key, value = (drawn((1, 2, 9, 16), dtype, seed, requires_grad=True) for seed in range(3))
+    problem = Problem(query, key, value, lambda s, b, h, q, k: s + table[k], None, None, None, backward=True)
+    exact = evaluate(problem, Precision(exact=True))
+    Judge(problem, Options()).check(exact)
+    changed = f"gradient of {name}"
+    off = exact[changed].abs().amax() * 8 * torch.finfo(query.dtype).eps
+    off = max(float(off), 1e-3)
+    with pytest.raises(Wrong, match=changed):
+        Judge(problem, Options()).check({**exact, changed: exact[changed] + off})
+
+
 def test_heads_of_float8_are_reversed():
     query, key = drawn((1, 2, 7, 16), "bfloat16"), drawn((1, 2, 7, 16), "float8_e4m3fn")
     check_call(flexgen.compile(), query, key, key, also=["with heads in reverse"])
