@@ -68,7 +68,7 @@ def check(score_mod: Callable[..., Any], mask_mod: Callable[..., Any], plain: fl
 
 
 def done_by(text: str) -> tuple[int, list[str], Counter[str]]:
-    """Return what a module does: how many statements it has at its top, what it imports, and what it calls how often."""
+    """Return what a module does: how many statements it has at its top, what it imports, what it calls how often."""
     tree = ast.parse(text)
     imports = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
