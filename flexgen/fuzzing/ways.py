@@ -141,7 +141,8 @@ def _reversed_heads(tensor: Tensor) -> Tensor:
 def shift_rows(attention: Attention, call: Call) -> Outputs:
     """Add a number to all scores of a row, which no softmax sees."""
     call = _ordered(attention, call)
-    rows = torch.linspace(-2, 2, call.query.shape[2] + 1, device=call.query.device)
+    dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+    rows = torch.linspace(-2, 2, call.query.shape[2] + 1, device=call.query.device, dtype=dtype)
 
     def shifted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         score = score if attention.score_mod is None else attention.score_mod(score, b, h, q, k)
