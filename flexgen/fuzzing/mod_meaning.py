@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 Mod = Callable[..., Any]
 
 
+OTHER_SEED = 1000
 MOST_OF_A_WEIGHT = 0.01  # by which rounding an exponent is taken to change a weight: larger scores are kept exact
+MOST_OF_A_SCORE = 0.5  # by which the backward's score may differ from the forward's
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,10 @@ class Noise:
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
+    def of_the_backward(self) -> Noise:
+        """Return other errors of the same size."""
+        return replace(self, seed=self.seed + OTHER_SEED)
+
     def on_result(self, value: Tensor) -> Tensor:
         epsilon = max(self.results, torch.finfo(value.dtype).eps)
         return value * (1.0 + self._random.choice((-1.0, 0.0, 1.0)) * epsilon)
@@ -70,24 +76,25 @@ class Noise:
         """Return softmax weights with the error of rounding to the inputs' dtype."""
         return weights * (1.0 + self._signs(weights, 2) * self.operands)
 
-    def on_recomputed(self, softmax: Softmax, spread: Tensor) -> None:
+    def on_recomputed(self, softmax: Softmax, again: Tensor) -> None:
         """Make the errors of a backward that computes weights again from the logsumexp, and row sums from the output.
 
         Args:
-            spread: the root of the sum of squares of each product's terms.
+            again: the scores as the backward computes them, with errors of their own.
         """
         output, scores, value = softmax.output, softmax.scores, softmax.value
         if not output.requires_grad:
             return
         weights, logsumexp = softmax.weights.detach(), softmax.logsumexp.detach()[..., None]
+        # Of a row's weights together: the logsumexp is rounded once, and equal scores are rounded alike.
         sizes = self.exponents * (scores.detach().abs() + logsumexp.abs())
-        relative = sizes.clamp(max=MOST_OF_A_WEIGHT) * self._signs(scores, 3)
-        relative = relative + self.epsilon * spread * self._signs(scores, 4)
+        relative = sizes.clamp(max=MOST_OF_A_WEIGHT) * self._signs(logsumexp, 3)
+        relative = relative + (again - scores.detach()).clamp(-MOST_OF_A_SCORE, MOST_OF_A_SCORE)
         moved = torch.where(weights == 0, 0.0, weights * relative)
         known: dict[str, Tensor] = {}  # the output's gradient, which is known before those of scores and values
 
         def note(gradient: Tensor) -> None:
-            rounded = output.detach() * self._signs(output, 5) * self.operands
+            rounded = output.detach() * self._signs(output, 4) * self.operands
             known["gradient"], known["sums"] = gradient, (gradient * rounded).sum(-1, keepdim=True)
 
         def on_scores(gradient: Tensor) -> Tensor:
@@ -101,7 +108,7 @@ class Noise:
 
     def _signs(self, like: Tensor, stream: int) -> Tensor:
         """Return numbers from -1 to 1, the same on every device."""
-        generator = torch.Generator().manual_seed(6 * self.seed + stream)
+        generator = torch.Generator().manual_seed(5 * self.seed + stream)
         return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.device) * 2 - 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -142,6 +142,29 @@ def _dense(
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
     scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if problem.scale is None else problem.scale
     key, value = (_grouped(tensor, query) for tensor in (key, value))
+    scores = _scores(problem, query, key, scale, instead, precision, b)
+    weights, logsumexp, max_scores = _softmax(scores)
+    value = value.to(query.dtype)
+    weights = weights if precision.noise is None else precision.noise.on_weights(weights)
+    output = weights.to(value.dtype) @ value
+    if precision.noise is not None:
+        with torch.no_grad():
+            others = replace(precision, noise=precision.noise.of_the_backward())
+            again = _scores(problem, query, key, scale, instead, others, b)
+        precision.noise.on_recomputed(Softmax(scores, weights, value, output, logsumexp), again)
+    return output, logsumexp, max_scores
+
+
+def _scores(
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    instead: dict[int, Tensor],
+    precision: Precision,
+    b: int,
+) -> Tensor:
+    """Return what the softmax is taken of, [B, H, Lq, Lk]."""
     scores = _products(query, key, precision) * scale
     if precision.noise is not None:
         sizes = query.detach().abs() @ key.detach().abs().mT * abs(scale)
@@ -154,14 +177,7 @@ def _dense(
     if problem.kv_lengths is not None:
         exists = torch.arange(scores.shape[3], device=scores.device) < problem.kv_lengths[:, None]
         scores = torch.where(exists[:, None, None], scores, NOTHING)
-    weights, logsumexp, max_scores = _softmax(scores)
-    value = value.to(query.dtype)
-    weights = weights if precision.noise is None else precision.noise.on_weights(weights)
-    output = weights.to(value.dtype) @ value
-    if precision.noise is not None:
-        spread = (query.detach().square() @ key.detach().square().mT).sqrt() * abs(scale)
-        precision.noise.on_recomputed(Softmax(scores, weights, value, output, logsumexp), spread)
-    return output, logsumexp, max_scores
+    return scores
 
 
 def _grouped(tensor: Tensor, query: Tensor) -> Tensor:
