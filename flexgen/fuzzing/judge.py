@@ -58,7 +58,7 @@ class Judge:
             raise Wrong(f"{told} has shape {tuple(found.shape)}, not {tuple(expected.shape)}")
         if not expected.numel():
             return
-        found, allowed = found.double(), self._bound(name, expected)
+        largest, found, allowed = torch.finfo(found.dtype).max, found.double(), self._bound(name, expected)
         if _largest(_gaps(found, expected)) <= allowed:
             return
         eager = self._eager[name].double()
@@ -68,6 +68,8 @@ class Judge:
         if _largest(gaps) > allowed:
             allowed += 4 * self._moved(name, expected, comparable)
             self.excused += 1
+        overflows = found.isinf() & (expected.abs() + allowed >= largest)  # of its own dtype
+        gaps = torch.where(overflows, 0.0, gaps)
         if _largest(gaps) > allowed:
             raise Wrong(_told(told, gaps, allowed, found, expected))
         self._check_nan(told, name, found, expected, eager)

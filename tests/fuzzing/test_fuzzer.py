@@ -240,6 +240,20 @@ def test_the_judge_refuses_gradients_that_are_a_little_off(dtype: str, name: str
         Judge(problem, Options()).check({**exact, changed: exact[changed] + off})
 
 
+def test_the_judge_knows_what_a_dtype_cannot_hold():
+    query, key, value = (drawn((1, 1, 9, 16), "float16", seed, requires_grad=True) for seed in range(3))
+    problem = Problem(query, key, value, None, None, None, None, backward=True)
+    exact, name = evaluate(problem, Precision(exact=True)), "gradient of query"
+    large = {**exact, name: exact[name] * 1e6}
+    judge = Judge(problem, Options())
+    vars(judge)["_exact"] = vars(judge)["_eager"] = large
+    vars(judge)["_noisy"] = [large]
+    assert large[name].half().isinf().any()
+    judge.check({**large, name: large[name].half()})
+    with pytest.raises(Wrong, match=f"{name}: off by"):
+        judge.check({**large, name: torch.full_like(large[name], torch.inf).half()})
+
+
 def test_heads_of_float8_are_reversed():
     query, key = drawn((1, 2, 7, 16), "bfloat16"), drawn((1, 2, 7, 16), "float8_e4m3fn")
     check_call(flexgen.compile(), query, key, key, also=["with heads in reverse"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import memory, train_gpt
+import flexgen
+from benchmarks import memcheck, memory, train_gpt
 from benchmarks.memory import Memory, Row
+from flexgen.fuzzing.inputs import drawn
 
 ABOUT = {"device": "a GPU", "date": "2026-12-01"}
 
@@ -32,3 +34,34 @@ def test_curves_are_shown_step_by_step():
     assert "Largest difference of the losses: 0.25000." in lines
     assert lines[-1] == "| 1 | 1.50000 | 1.75000 | -0.25000 |"
     assert train_gpt.largest_difference([1.0], [float("nan")]) == float("inf")
+
+
+COVERING = {case.name: case for case in memcheck.cases()}
+
+
+@pytest.mark.parametrize("name", [name for name, case in COVERING.items() if case.needs == "nothing"])
+def test_the_set_of_kernels_to_watch_is_right_in_the_interpreter(name: str):
+    memcheck.run(COVERING[name], "cpu")
+
+
+def test_the_rest_of_what_is_watched_runs_in_the_interpreter():
+    memcheck.drops("cpu")
+    memcheck.blocks("cpu")
+
+
+@pytest.mark.parametrize("name", [name for name, case in COVERING.items() if case.needs == "hopper"])
+def test_kernels_of_hopper_to_watch_are_such_kernels(name: str):
+    case = COVERING[name]
+    batch, heads, kv_heads, queries, keys, head_dim, value_dim = case.shape
+    sizes = ((heads, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, value_dim))
+    tensors = [drawn((batch, *size), case.dtype, requires_grad=case.backward, device="meta") for size in sizes]
+    lowered = flexgen.compile(*case.mods("meta"), case.options).lower(*tensors, target="sm_90")
+    kernels = [name for name in lowered.source if name.startswith("backward_d") and name != "backward_delta"]
+    assert all("gluon" in lowered.source[name] for name in (kernels if case.backward else ["forward"]))
+
+
+def test_every_template_is_watched():
+    """By the names of what they emit: forward and decode kernels, backward ones, tables."""
+    names = " ".join(COVERING)
+    for word in ("forward", "backward", "decode", "prefill", "packed", "table", "block mask", "pages", "Hopper"):
+        assert word in names
