@@ -13,6 +13,8 @@ from torch import Tensor
 import flexgen
 from flexgen.attention import Attention
 from flexgen.fuzzing.mod_meaning import Mod
+from flexgen.lowering.index_map import PACKED_QUERIES
+from flexgen.options import Options
 
 Outputs = tuple[Tensor, Tensor, Tensor]  # output, logsumexp, max_scores in [B, H, L, D] order
 EVERYTHING = flexgen.AuxRequest(lse=True, max_scores=True)
@@ -179,6 +181,13 @@ def dense_loop(attention: Attention, call: Call) -> Outputs:
     return _ordered(attention, call).run(_recompiled(attention, masks=opaque))
 
 
+def split_over_programs(attention: Attention, call: Call) -> Outputs:
+    """Compute few queries with three programs for the keys of each, whose results a second kernel merges."""
+    call = _ordered(attention, call)
+    options = Options().over({"SPLIT_KV": 3} if 0 < call.query.shape[2] <= PACKED_QUERIES else {})
+    return call.run(Attention(attention.score_mod, attention.mask_mod, options))
+
+
 def mask_as_score(attention: Attention, call: Call) -> Outputs:
     """Compute with a score_mod that does what the mask does."""
     score_mod, mask_mod = attention.score_mod, attention.mask_mod
@@ -294,6 +303,7 @@ WAYS: dict[str, Callable[[Attention, Call], Outputs]] = {
     "with the smallest tiles": other_tiles,
     "in a dense loop": dense_loop,
     "with the mask in the score_mod": mask_as_score,
+    "split over programs": split_over_programs,
     OF_LISTED_BLOCKS: block_mask,
     "with a table made before": derived_table,
     "as packed sequences": packed,
@@ -305,6 +315,12 @@ WITHOUT_GRADIENTS = ("in pages", "with scales of keys and values", "when it is w
 OF_A_CACHE = (  # with kv_lengths
     *WITHOUT_GRADIENTS,
     *("with heads in reverse", "with the smallest tiles", "in a dense loop", "with the mask in the score_mod"),
-    *("in two parts of queries", "in two parts of keys", "with a number added to each row", "in the other layout"),
+    *(
+        "split over programs",
+        "in two parts of queries",
+        "in two parts of keys",
+        "with a number added to each row",
+        "in the other layout",
+    ),
 )
 OF_PACKED = ("with heads in reverse", "with the smallest tiles", "in a dense loop", "with the mask in the score_mod")
