@@ -315,12 +315,7 @@ WITHOUT_GRADIENTS = ("in pages", "with scales of keys and values", "when it is w
 OF_A_CACHE = (  # with kv_lengths
     *WITHOUT_GRADIENTS,
     *("with heads in reverse", "with the smallest tiles", "in a dense loop", "with the mask in the score_mod"),
-    *(
-        "split over programs",
-        "in two parts of queries",
-        "in two parts of keys",
-        "with a number added to each row",
-        "in the other layout",
-    ),
+    *("in two parts of queries", "in two parts of keys", "with a number added to each row", "in the other layout"),
+    "split over programs",
 )
 OF_PACKED = ("with heads in reverse", "with the smallest tiles", "in a dense loop", "with the mask in the score_mod")
