@@ -262,7 +262,11 @@ class Attention:
         if needs_operator(query, key, value):
             outputs = self._through_operator(tensors, extras)
         else:
-            outputs = self.run(self._read(*tensors), tensors, extras)
+            reading = self._read(*tensors)
+            query, key, value = tensors
+            if query.is_neg() or key.is_neg() or value.is_neg():  # torch has yet to negate what lies in memory
+                tensors = (query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
+            outputs = self.run(reading, tensors, extras)
         if sinks is not None:
             outputs |= self._with_sinks(outputs, sinks)
         result = outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, aux))

@@ -15,7 +15,7 @@ from flexgen.ir.graph import Axis
 from flexgen.ir.simplify import simplify
 from flexgen.lowering.blocks import block_rule
 from flexgen.lowering.table_plan import MAX_BLOCK_PAIRS, TablePlan
-from flexgen.problem import INDEX_LIMIT
+from flexgen.problem import GRID_LIMIT, INDEX_LIMIT
 from flexgen.runtime.derived_table import MaskValues
 from flexgen.runtime.describe import Launch, is_wide, scalars_are_trusted
 from flexgen.runtime.device_target import target_of
@@ -115,7 +115,8 @@ def _is_taken(grid: MaskGrid) -> bool:
     sides = (grid.q_block_size, grid.kv_block_size)
     powers = all(side >= 16 and side & (side - 1) == 0 for side in sides)
     extents = (grid.batch, grid.heads, grid.query_length, grid.key_length)
-    return powers and sides[0] * sides[1] <= MAX_BLOCK_PAIRS and 0 not in extents
+    fits = sides[0] * sides[1] <= MAX_BLOCK_PAIRS and max(grid.batch, grid.heads) <= GRID_LIMIT
+    return powers and fits and 0 not in extents
 
 
 def _launch(reading: Reading, grid: MaskGrid, device: torch.device) -> Launch:

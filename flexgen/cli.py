@@ -228,6 +228,7 @@ def _tell(message: str, console: Console, with_traceback: bool) -> None:
 
 def _tell_bug(error: Exception, console: Console, with_traceback: bool) -> int:
     told = error.render() if isinstance(error, FlexgenError) else f"{type(error).__name__}: {error}".splitlines()[0]
+    asks = "" if isinstance(error, InternalError) else "\n  please report it"
     hint = "" if with_traceback else "; --traceback shows where"
-    _tell(f"bug in flexgen: {told}\n  please report it{hint}", console, with_traceback)
+    _tell(f"bug in flexgen: {told}{asks}{hint}", console, with_traceback)
     return BUG

@@ -131,5 +131,16 @@ class IRTextError(FlexgenError, ValueError):
     """A text that should hold the IR of mods does not parse."""
 
 
+HOW_TO_REPORT = (
+    "this is a bug of flexgen: please report it, with this whole message, the mods, and the versions of flexgen, torch "
+    "and triton"
+)
+
+
 class InternalError(FlexgenError):
-    """flexgen broke a rule of its own; the message holds what a report needs."""
+    """flexgen broke a rule of its own; the message holds what a report needs, and asks for it."""
+
+    def __init__(
+        self, what: str, *, where: SourceSpan | None = None, why: str | None = None, fix: str = HOW_TO_REPORT
+    ) -> None:
+        super().__init__(what, where=where, why=why, fix=fix)

@@ -9,6 +9,7 @@ import torch
 
 from flexgen.backends import choose_backend, choose_backward_backend
 from flexgen.capture.live import Captured
+from flexgen.codegen.arguments import passable
 from flexgen.codegen.block_table_emit import TableSource, emit_block_table
 from flexgen.codegen.emit_backward import emit_delta
 from flexgen.codegen.source import KernelSource
@@ -136,7 +137,7 @@ def compile_forward(
     refusal = "" if problem.table else _why_no_table(understood, problem, guard, target, options, trusted)
     schedule = forward_schedule(facts, table=problem.table, trusted=trusted, without_table=refusal)
     chosen = choose_backend(Question(problem, guard, target, options, understood.mods, facts, schedule))
-    return ForwardKernel(chosen.plan, chosen.emit(understood.mods, understood.origins, chosen.plan))
+    return ForwardKernel(chosen.plan, passable(chosen.emit(understood.mods, understood.origins, chosen.plan), target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def compile_backward(
         schedule = backward_schedule(understood.facts, task.kernel is BackwardKernel.DQ, problem.table, trusted=trusted)
         tasks.append((Question(problem, guard, target, options, mods, understood.facts, schedule), task))
     chosen = choose_backward_backend(tasks)
-    passes = tuple((emit(mods, understood.origins, grad, plan), plan) for plan, emit in chosen.plans)
+    passes = tuple((passable(emit(mods, understood.origins, grad, plan), target), plan) for plan, emit in chosen.plans)
     from_logsumexp = wanted.from_logsumexp
     delta = choose_delta(problem, guard, target, has_grad_logsumexp=from_logsumexp, row_form=chosen.rows)
     return BackwardKernels((emit_delta(delta), delta), passes, grad, wanted)

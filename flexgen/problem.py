@@ -80,6 +80,7 @@ class Problem:
 LENGTH_BUCKETS = (1, 4, 16, 32, 64, 128)
 DIVISOR = 128  # one divisibility class only: a decode loop then needs at most two kernels
 INDEX_LIMIT = 1 << 29  # below this, sums of a few indices and a buffer's size fit 32 bits
+GRID_LIMIT = (1 << 16) - 1  # programs along the second and the third dimension of a grid, on NVIDIA's chips
 SIZE_LIMIT = 1 << 30  # sizes of buffers that are addressed with 32 bits
 
 
@@ -96,6 +97,7 @@ class Guard:
             are multiples of 16 bytes.
         rows_safe_holds: the assumptions of the proof that every row has a live key are met.
         wide_index: a length is INDEX_LIMIT or more, so index arithmetic keeps 64 bits.
+        crowded: there are more heads or batch entries than GRID_LIMIT.
     """
 
     q_bucket: int
@@ -106,6 +108,7 @@ class Guard:
     aligned: frozenset[str] = frozenset({"query", "key", "value"})
     rows_safe_holds: bool = False
     wide_index: bool = False
+    crowded: bool = False
 
 
 def bucket(length: int) -> int:

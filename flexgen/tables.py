@@ -43,7 +43,7 @@ class Tables:
     ) -> TableRequest | None:
         """Return what makes a table on request; None where a table would tell a kernel nothing."""
         rule, form = understood.rule, table_form(problem, target, self._options)
-        if rule is None or not scalars_are_trusted(launch.scalars):
+        if rule is None or guard.crowded or not scalars_are_trusted(launch.scalars):
             return None
         if rule.tells_nothing and not drops_empty(rule, form):
             return None

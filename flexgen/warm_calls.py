@@ -75,6 +75,8 @@ class WarmCalls:
             addresses = [tensor.data_ptr() for tensor in tensors]
             warm = self._recorded if records else self._last
             if warm is None or warm.rest != rest or not warm.takes(tensors, addresses):
+                if any(tensor.is_neg() for tensor in tensors):
+                    return None
                 prepared = self._prepared(reading, query, key, value, scale, sides, records)
                 names = ("query", "key", "value", *(name for name, side in sides.items() if isinstance(side, Tensor)))
                 warm = None if prepared is None else prepared.warmed(WarmForm(tensors, names, rest))

@@ -14,7 +14,7 @@ from flexgen.capture.numbers import NeedsConstant, NumberNode, number_node
 from flexgen.capture.refusals import unsupported
 from flexgen.capture.stand_in import empty_stand_in
 from flexgen.capture.values import Dim, Indices, Refused, Value, is_too_deep, scalar_value
-from flexgen.ir.dtypes import fits
+from flexgen.ir.dtypes import fits, is_integer, wrapped
 from flexgen.ir.graph import Node, const, make
 from flexgen.ir.sizes import SIZE_DTYPE, size_name
 
@@ -100,9 +100,15 @@ class Call:
             return scalar_value(self.builder.cast(number.expr, dtype))
         if not isinstance(arg, bool | int | float):
             self.refuse(f"its argument {arg!r} is neither a tensor nor a real number.")
-        if not dtype.is_floating_point and dtype != torch.bool and not (math.isfinite(arg) and fits(int(arg), dtype)):
-            self.refuse(f"{arg} does not fit {dtype}.", "convert the tensor to a wider dtype first.")
+        if is_integer(dtype):
+            return scalar_value(const(self._integer_constant(arg, dtype), dtype))
         return scalar_value(const(arg, dtype))
+
+    def _integer_constant(self, arg: bool | int | float, dtype: torch.dtype) -> int:
+        """Return a number as torch puts it into an integer dtype: wrapped around."""
+        if not (math.isfinite(arg) and fits(int(arg), torch.int64)):
+            self.refuse(f"{arg} does not fit an integer.", "convert the tensor to a floating dtype first.")
+        return wrapped(int(arg), dtype)
 
     def pointwise(self, build: Callable[..., Node], *operands: Value) -> Value:
         """Return the value whose elements are `build` of the broadcast operands' elements."""

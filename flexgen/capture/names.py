@@ -61,6 +61,9 @@ _TEMPLATE_LIKE = re.compile(
 )
 
 
+_MOST_CHARACTERS = 64  # of a name: a key of a dictionary may be a text of any length
+
+
 def _ascii_letter(char: str) -> str:
     """Spell one character in ASCII: a decomposition if there is one, else the last word of its Unicode name."""
     plain = unicodedata.normalize("NFKD", char).encode("ascii", "ignore").decode()
@@ -76,6 +79,7 @@ def sanitise(name: str, fallback: str) -> str:
     cleaned = re.sub(r"\W+", "_", spelled).strip("_")
     if not cleaned:
         return fallback
+    cleaned = cleaned[:_MOST_CHARACTERS].strip("_")
     return f"{fallback}_{cleaned}" if cleaned[0].isdigit() else cleaned
 
 

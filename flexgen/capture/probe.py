@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flexgen.capture.contents import contents_of
 from flexgen.capture.slots import Slot, SlotKind
 from flexgen.ir.graph import Buffer
 
@@ -45,6 +46,7 @@ class _Text:
             "Tensor": torch.Tensor,
             "MethodType": types.MethodType,
             "partial": functools.partial,
+            "contents_of": contents_of,
             "LOW": -(2**63),
             "HIGH": 2**63,
         }
@@ -65,6 +67,7 @@ def _tensor_guard(text: _Text, name: str, tensor: torch.Tensor, buffer: Buffer) 
         f"{name}.dim() != {buffer.rank}",
         f"{name}.device != {text.constant(tensor.device)}",
         f"{name}.requires_grad is not {buffer.requires_grad}",
+        f"{name}.is_neg()",
     ]
     checks += [f"{name}.stride({i}) != {kind}" for i, kind in enumerate(buffer.strides) if kind != "*"]
     checks += [f"{name}.size({i}) != {size}" for i, size in enumerate(buffer.sizes) if size is not None]
@@ -104,6 +107,9 @@ def _guard(text: _Text, slot: Slot, name: str, bindings: Bindings) -> str | None
             return f"{name}.__class__ is not {text.constant(type(value))} or len({name}) != {len(value)}"
         case SlotKind.MAPPING:
             return f"{name}.__class__ is not {text.constant(type(value))} or list({name}) != {list(value)!r}"
+        case SlotKind.CONTENTS:
+            kind, held = text.constant(type(value)), text.constant(contents_of(value))
+            return f"{name}.__class__ is not {kind} or contents_of({name}) != {held}"
         case SlotKind.OBJECT:
             return f"{name} is not {text.constant(value)}"
         case SlotKind.SAME_OBJECT:

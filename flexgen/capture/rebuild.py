@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class _Rebuilder:
                 )
             case functools.partial() as partial:
                 return self._partial(partial, children)
-            case list() | tuple() | dict() as container:
+            case list() | tuple() | deque() | dict() as container:
                 return self._container(container, children)
         return self._object(slot, children)
 
@@ -117,6 +118,8 @@ class _Rebuilder:
         items = [new.get(i, item) for i, item in enumerate(container)]
         if isinstance(container, list):
             return items
+        if isinstance(container, deque):
+            return deque(items, container.maxlen)
         return type(container)(*items) if hasattr(container, "_fields") else tuple(items)
 
     def _object(self, slot: Slot, children: Sequence[Slot]) -> Any:

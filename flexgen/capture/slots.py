@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flexgen.capture.contents import contents_of
+
 # Code of these is not descended into through globals: it is not the user's, and it does not change.
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton", "sympy", "einops", "jaxtyping", "flexgen"}
 _MAX_SLOTS = 4000
@@ -30,8 +32,9 @@ class SlotKind(enum.Enum):
     TEXT = "text"  # str and bytes, by equality
     CODE = "code"  # a Python function, by its code object
     METHOD = "method"  # a bound method or a partial: its parts are slots of their own
-    SEQUENCE = "sequence"  # list or tuple: type and length; items are slots of their own
+    SEQUENCE = "sequence"  # list, tuple or deque: type and length; items are slots of their own
     MAPPING = "mapping"  # dict: its keys; values are slots of their own
+    CONTENTS = "contents"  # a set, an array or a long list: type, and a copy of what it holds
     OBJECT = "object"  # by identity; the attributes that the code names are slots of their own
     SAME_OBJECT = "same object"  # an object that an earlier slot holds, by identity with it
     SAME_PLACE = "same place"  # a place that an earlier slot reads: needs no guard
@@ -139,11 +142,16 @@ def _kind(value: object) -> SlotKind:
             return SlotKind.CODE
         case types.MethodType() | functools.partial():
             return SlotKind.METHOD
-        case list() | tuple() if len(value) <= _MAX_ITEMS:
+        case list() | tuple() | deque() if len(value) <= _MAX_ITEMS:
             return SlotKind.SEQUENCE
-        case dict() if len(value) <= _MAX_ITEMS and all(type(key) in (str, int) for key in value):
+        case dict() if len(value) <= _MAX_ITEMS and all(map(_is_plain_key, value)):
             return SlotKind.MAPPING
-    return SlotKind.OBJECT
+    return SlotKind.OBJECT if contents_of(value) is None else SlotKind.CONTENTS
+
+
+def _is_plain_key(key: object) -> bool:
+    """Whether a key of a dict can be written down."""
+    return type(key) in (str, int, bool, bytes) or (type(key) is tuple and all(map(_is_plain_key, key)))
 
 
 def _cell_steps(function: types.FunctionType) -> Iterator[Step]:
@@ -213,7 +221,9 @@ def _parameter_names(function: Callable[..., object]) -> tuple[str, ...]:
         return ()
 
 
-def _item_steps(value: list[object] | tuple[object, ...] | dict[object, object], name: str) -> Iterator[Step]:
+def _item_steps(
+    value: list[object] | tuple[object, ...] | deque[object] | dict[object, object], name: str
+) -> Iterator[Step]:
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in items:
         label = key if isinstance(key, str) else f"{name}_{key}"
@@ -304,7 +314,7 @@ def _children(slot: Slot, attributes: tuple[str, ...]) -> Iterator[Step]:
             yield from _method_steps(value)
         case SlotKind.METHOD if isinstance(value, functools.partial):
             yield from _partial_steps(value)
-        case SlotKind.SEQUENCE | SlotKind.MAPPING if isinstance(value, list | tuple | dict):
+        case SlotKind.SEQUENCE | SlotKind.MAPPING if isinstance(value, list | tuple | deque | dict):
             yield from _item_steps(value, slot.step.name)
         case SlotKind.OBJECT if not _is_opaque(value):
             yield from _attribute_steps(value, attributes)

@@ -76,3 +76,9 @@ def _check_kind(name: str, tensor: torch.Tensor) -> None:
             why="kernels load dense, real tensors.",
             fix="convert it outside the mod: `.to_dense()`, `torch.view_as_real(...)`, `.dequantize()`.",
         )
+    if tensor.is_neg():
+        raise CaptureError(
+            f"captured tensor `{name}` is a view that torch has yet to negate, as `.conj().imag` is",
+            why="kernels load what lies in memory.",
+            fix="convert it outside the mod: `.resolve_neg()`.",
+        )

@@ -8,11 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from flexgen.fuzzing.mod_meaning import Noise
+from flexgen.fuzzing.mod_meaning import Noise, captured_tensors
 from flexgen.fuzzing.reference import STATISTICS, Precision, Problem, Values, evaluate
 from flexgen.options import Options
 
 NOISY_EVALUATIONS = 6
+FLOAT32_ERROR = 2.5e-7  # relative, of an operation on float32: two units in the last place
+FLOAT64_ERROR = 4e-16
 
 
 class Wrong(AssertionError):
@@ -56,7 +58,7 @@ class Judge:
             raise Wrong(f"{told} has shape {tuple(found.shape)}, not {tuple(expected.shape)}")
         if not expected.numel():
             return
-        found, allowed = found.double(), self._bound(name, expected)
+        largest, found, allowed = torch.finfo(found.dtype).max, found.double(), self._bound(name, expected)
         if _largest(_gaps(found, expected)) <= allowed:
             return
         eager = self._eager[name].double()
@@ -66,6 +68,8 @@ class Judge:
         if _largest(gaps) > allowed:
             allowed += 4 * self._moved(name, expected, comparable)
             self.excused += 1
+        overflows = found.isinf() & (expected.abs() + allowed >= largest)  # of its own dtype
+        gaps = torch.where(overflows, 0.0, gaps)
         if _largest(gaps) > allowed:
             raise Wrong(_told(told, gaps, allowed, found, expected))
         self._check_nan(told, name, found, expected, eager)
@@ -94,7 +98,9 @@ class Judge:
 
     @cached_property
     def _noisy(self) -> list[Values]:
-        noises = [Noise(self._epsilon(), self._rounding(), seed) for seed in range(NOISY_EVALUATIONS)]
+        exponents = FLOAT64_ERROR if self._dtype == torch.float64 else FLOAT32_ERROR
+        errors = (self._epsilon(), self._epsilon_of_mods(), self._rounding(), exponents)
+        noises = [Noise(*errors, seed) for seed in range(NOISY_EVALUATIONS)]
         return [evaluate(self._problem, Precision(exact=True, noise=noise)) for noise in noises]
 
     def _rounding(self) -> float:
@@ -104,10 +110,16 @@ class Judge:
     def _epsilon(self) -> float:
         """Return the relative error that an operation on scores may have."""
         if self._dtype == torch.float64:
-            return 4e-16
+            return FLOAT64_ERROR
         if self._fast_tanh:
             return 1e-3
-        return torch.finfo(self._dtype).eps if self._rounds_query else 2.5e-7
+        return torch.finfo(self._dtype).eps if self._rounds_query else FLOAT32_ERROR
+
+    def _epsilon_of_mods(self) -> float:
+        """Return the relative error that an operation of a mod may have: of float32 beside a captured tensor of it."""
+        captured = captured_tensors(self._problem.score_mod, self._problem.mask_mod)
+        narrow = any(it.is_floating_point() and it.dtype != torch.float64 for it in captured)
+        return max(self._epsilon(), FLOAT32_ERROR) if narrow else self._epsilon()
 
     def _bound(self, name: str, expected: Tensor) -> float:
         factors: dict[torch.dtype, float]

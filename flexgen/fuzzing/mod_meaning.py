@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,22 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 Mod = Callable[..., Any]
+
+
+OTHER_SEED = 1000
+MOST_OF_A_WEIGHT = 0.01  # by which rounding an exponent is taken to change a weight: larger scores are kept exact
+MOST_OF_A_SCORE = 0.5  # by which the backward's score may differ from the forward's
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """Scores [B, H, Lq, Lk], the weights that they give, the values of all heads, and what comes of them."""
+
+    scores: Tensor
+    weights: Tensor
+    value: Tensor
+    output: Tensor
+    logsumexp: Tensor
 
 
 @dataclass(slots=True)
@@ -22,20 +38,28 @@ class Noise:
     several seeds differ.
 
     Attributes:
-        epsilon: the relative error of float32 and float64 values of mods; narrower dtypes have their own.
-        operands: that of what is multiplied in the inputs' dtype: softmax weights, and the gradients of scores.
+        epsilon: the relative error of products of queries and keys.
+        results: that of float32 and float64 values of mods; narrower dtypes have their own.
+        operands: that of what is rounded to the inputs' dtype: softmax weights, the gradients of scores, outputs.
+        exponents: that of a score and of a logsumexp, as parts of an exponent.
     """
 
     epsilon: float
+    results: float
     operands: float
+    exponents: float
     seed: int
     _random: random.Random = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
+    def of_the_backward(self) -> Noise:
+        """Return other errors of the same size."""
+        return replace(self, seed=self.seed + OTHER_SEED)
+
     def on_result(self, value: Tensor) -> Tensor:
-        epsilon = max(self.epsilon, torch.finfo(value.dtype).eps)
+        epsilon = max(self.results, torch.finfo(value.dtype).eps)
         return value * (1.0 + self._random.choice((-1.0, 0.0, 1.0)) * epsilon)
 
     def on_scores(self, scores: Tensor, sizes: Tensor) -> Tensor:
@@ -52,9 +76,39 @@ class Noise:
         """Return softmax weights with the error of rounding to the inputs' dtype."""
         return weights * (1.0 + self._signs(weights, 2) * self.operands)
 
+    def on_recomputed(self, softmax: Softmax, again: Tensor) -> None:
+        """Make the errors of a backward that computes weights again from the logsumexp, and row sums from the output.
+
+        Args:
+            again: the scores as the backward computes them, with errors of their own.
+        """
+        output, scores, value = softmax.output, softmax.scores, softmax.value
+        if not output.requires_grad:
+            return
+        weights, logsumexp = softmax.weights.detach(), softmax.logsumexp.detach()[..., None]
+        # Of a row's weights together: the logsumexp is rounded once, and equal scores are rounded alike.
+        sizes = self.exponents * (scores.detach().abs() + logsumexp.abs())
+        relative = sizes.clamp(max=MOST_OF_A_WEIGHT) * self._signs(logsumexp, 3)
+        relative = relative + (again - scores.detach()).clamp(-MOST_OF_A_SCORE, MOST_OF_A_SCORE)
+        moved = torch.where(weights == 0, 0.0, weights * relative)
+        known: dict[str, Tensor] = {}  # the output's gradient, which is known before those of scores and values
+
+        def note(gradient: Tensor) -> None:
+            rounded = output.detach() * self._signs(output, 4) * self.operands
+            known["gradient"], known["sums"] = gradient, (gradient * rounded).sum(-1, keepdim=True)
+
+        def on_scores(gradient: Tensor) -> Tensor:
+            return torch.where(weights == 0, 0.0, gradient * (1.0 + relative)) + weights * known["sums"]
+
+        output.register_hook(note)  # type: ignore[no-untyped-call]
+        if scores.requires_grad:
+            scores.register_hook(on_scores)  # type: ignore[no-untyped-call]
+        if value.requires_grad:
+            value.register_hook(lambda gradient: gradient + moved.mT @ known["gradient"])  # type: ignore[no-untyped-call]
+
     def _signs(self, like: Tensor, stream: int) -> Tensor:
         """Return numbers from -1 to 1, the same on every device."""
-        generator = torch.Generator().manual_seed(3 * self.seed + stream)
+        generator = torch.Generator().manual_seed(5 * self.seed + stream)
         return torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.device) * 2 - 1
 
 

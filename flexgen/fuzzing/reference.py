@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from flexgen.fuzzing.mod_meaning import Mod, Noise, allowed_pairs, captured_tensors, modified_scores
+from flexgen.fuzzing.mod_meaning import Mod, Noise, Softmax, allowed_pairs, captured_tensors, modified_scores
 
 NOTHING = -math.inf
 STATISTICS = ("logsumexp", "max_scores")
@@ -142,6 +142,29 @@ def _dense(
     query, key, value = (inputs[name] for name in ("query", "key", "value"))
     scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if problem.scale is None else problem.scale
     key, value = (_grouped(tensor, query) for tensor in (key, value))
+    scores = _scores(problem, query, key, scale, instead, precision, b)
+    weights, logsumexp, max_scores = _softmax(scores)
+    value = value.to(query.dtype)
+    weights = weights if precision.noise is None else precision.noise.on_weights(weights)
+    output = weights.to(value.dtype) @ value
+    if precision.noise is not None:
+        with torch.no_grad():
+            others = replace(precision, noise=precision.noise.of_the_backward())
+            again = _scores(problem, query, key, scale, instead, others, b)
+        precision.noise.on_recomputed(Softmax(scores, weights, value, output, logsumexp), again)
+    return output, logsumexp, max_scores
+
+
+def _scores(
+    problem: Problem,
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    instead: dict[int, Tensor],
+    precision: Precision,
+    b: int,
+) -> Tensor:
+    """Return what the softmax is taken of, [B, H, Lq, Lk]."""
     scores = _products(query, key, precision) * scale
     if precision.noise is not None:
         sizes = query.detach().abs() @ key.detach().abs().mT * abs(scale)
@@ -154,10 +177,7 @@ def _dense(
     if problem.kv_lengths is not None:
         exists = torch.arange(scores.shape[3], device=scores.device) < problem.kv_lengths[:, None]
         scores = torch.where(exists[:, None, None], scores, NOTHING)
-    weights, logsumexp, max_scores = _softmax(scores)
-    value = value.to(query.dtype)
-    weights = weights if precision.noise is None else precision.noise.on_weights(weights)
-    return weights.to(value.dtype) @ value, logsumexp, max_scores
+    return scores
 
 
 def _grouped(tensor: Tensor, query: Tensor) -> Tensor:
@@ -181,6 +201,9 @@ def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = scores.amax(-1)
     empty = largest == NOTHING
     safe = torch.where(empty[..., None], 0.0, scores)
-    exponentials = torch.exp(safe - safe.amax(-1, keepdim=True).detach())
-    weights = torch.where(empty[..., None], 0.0, exponentials / exponentials.sum(-1, keepdim=True))
-    return weights, torch.where(empty, NOTHING, safe.logsumexp(-1)), largest
+    offset = safe.amax(-1, keepdim=True).detach()
+    exponentials = torch.exp(safe - offset)
+    total = exponentials.sum(-1, keepdim=True)
+    weights = torch.where(empty[..., None], 0.0, exponentials / total)
+    # torch.logsumexp has the gradient exp(score - logsumexp), whose difference loses all digits of large scores.
+    return weights, torch.where(empty, NOTHING, (offset + total.log())[..., 0]), largest

@@ -13,6 +13,8 @@ from torch import Tensor
 import flexgen
 from flexgen.attention import Attention
 from flexgen.fuzzing.mod_meaning import Mod
+from flexgen.lowering.index_map import PACKED_QUERIES
+from flexgen.options import Options
 
 Outputs = tuple[Tensor, Tensor, Tensor]  # output, logsumexp, max_scores in [B, H, L, D] order
 EVERYTHING = flexgen.AuxRequest(lse=True, max_scores=True)
@@ -127,15 +129,22 @@ def permute_heads(attention: Attention, call: Call) -> Outputs:
     call = _ordered(attention, call)
     last = call.query.shape[1] - 1
     own = _recompiled(attention, lambda mod: lambda *args: mod(*args[:-3], last - args[-3], *args[-2:]))
-    query, key, value = (tensor.flip(1) for tensor in (call.query, call.key, call.value))
+    query, key, value = (_reversed_heads(tensor) for tensor in (call.query, call.key, call.value))
     output, lse, max_scores = dataclasses.replace(call, query=query, key=key, value=value).run(own)
     return output.flip(1), lse.flip(1), max_scores.flip(1)
+
+
+def _reversed_heads(tensor: Tensor) -> Tensor:
+    if tensor.element_size() > 1:
+        return tensor.flip(1)
+    return tensor.view(torch.uint8).flip(1).view(tensor.dtype)  # torch does not flip float8
 
 
 def shift_rows(attention: Attention, call: Call) -> Outputs:
     """Add a number to all scores of a row, which no softmax sees."""
     call = _ordered(attention, call)
-    rows = torch.linspace(-2, 2, call.query.shape[2] + 1, device=call.query.device)
+    dtype = torch.float64 if call.query.dtype == torch.float64 else torch.float32
+    rows = torch.linspace(-2, 2, call.query.shape[2] + 1, device=call.query.device, dtype=dtype)
 
     def shifted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         score = score if attention.score_mod is None else attention.score_mod(score, b, h, q, k)
@@ -170,6 +179,13 @@ def dense_loop(attention: Attention, call: Call) -> Outputs:
         return lambda b, h, q, k: mod(b, h, q, k) & (torch.sin(q + 0.5 * k) < 2)
 
     return _ordered(attention, call).run(_recompiled(attention, masks=opaque))
+
+
+def split_over_programs(attention: Attention, call: Call) -> Outputs:
+    """Compute few queries with three programs for the keys of each, whose results a second kernel merges."""
+    call = _ordered(attention, call)
+    options = Options().over({"SPLIT_KV": 3} if 0 < call.query.shape[2] <= PACKED_QUERIES else {})
+    return call.run(Attention(attention.score_mod, attention.mask_mod, options))
 
 
 def mask_as_score(attention: Attention, call: Call) -> Outputs:
@@ -287,6 +303,7 @@ WAYS: dict[str, Callable[[Attention, Call], Outputs]] = {
     "with the smallest tiles": other_tiles,
     "in a dense loop": dense_loop,
     "with the mask in the score_mod": mask_as_score,
+    "split over programs": split_over_programs,
     OF_LISTED_BLOCKS: block_mask,
     "with a table made before": derived_table,
     "as packed sequences": packed,
@@ -299,5 +316,6 @@ OF_A_CACHE = (  # with kv_lengths
     *WITHOUT_GRADIENTS,
     *("with heads in reverse", "with the smallest tiles", "in a dense loop", "with the mask in the score_mod"),
     *("in two parts of queries", "in two parts of keys", "with a number added to each row", "in the other layout"),
+    "split over programs",
 )
 OF_PACKED = ("with heads in reverse", "with the smallest tiles", "in a dense loop", "with the mask in the score_mod")

@@ -52,6 +52,12 @@ def fits(value: int, dtype: torch.dtype) -> bool:
     return low <= value <= high
 
 
+def wrapped(value: int, dtype: torch.dtype) -> int:
+    """Return the value of an integer dtype that is equal modulo the number of its values."""
+    low, high = integer_limits(dtype)
+    return (value - low) % (high - low + 1) + low
+
+
 @functools.cache
 def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of `source` is a value of `target`."""

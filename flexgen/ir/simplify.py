@@ -45,7 +45,7 @@ def simplify(mods: Mods, origins: Origins | None = None) -> Simplified:
     verify(mods)
     rewriter = _Rewriter(origins or Origins())
     roots = tuple(graph.root for graph in mods.graphs())
-    roots = rewriter.to_the_end(roots, lambda simpler: verify(_with_roots(mods, simpler)))
+    roots = rewriter.to_the_end(roots, lambda simpler, why: verify(_with_roots(mods, simpler), why))
     return Simplified(_with_roots(mods, roots), rewriter.origins_of(roots), rewriter.fired())
 
 
@@ -64,7 +64,7 @@ def simplify_roots(roots: tuple[Node, ...], origins: Origins | None = None) -> S
         InternalError: the rules do not come to an end.
     """
     rewriter = _Rewriter(origins or Origins())
-    simpler = rewriter.to_the_end(roots, lambda _: None)
+    simpler = rewriter.to_the_end(roots, lambda *_: None)
     return SimplifiedRoots(simpler, rewriter.origins_of(simpler))
 
 
@@ -95,11 +95,13 @@ class _Rewriter:
         nodes = topological(*roots)
         return Origins(MappingProxyType({node: self._origins[node] for node in nodes if node in self._origins}))
 
-    def to_the_end(self, roots: tuple[Node, ...], check: Callable[[tuple[Node, ...]], None]) -> tuple[Node, ...]:
-        """Return the roots rewritten until no rule applies; `check` sees them after each round."""
-        for _ in range(_MOST_ROUNDS):
+    def to_the_end(self, roots: tuple[Node, ...], check: Callable[[tuple[Node, ...], str], None]) -> tuple[Node, ...]:
+        """Return the roots rewritten until no rule applies; `check` sees them, and what fired, after each round."""
+        for number in range(1, _MOST_ROUNDS + 1):
+            before = self._counts.copy()
             simpler = self._round(roots)
-            check(simpler)
+            fired = ", ".join(self._counts - before) or "none"
+            check(simpler, f"round {number} of the simplifier broke it, with the rules: {fired}")
             if simpler == roots:
                 return roots
             roots = simpler

@@ -18,8 +18,11 @@ _MOST_LINES = 200
 _FLOATING_INPUTS = frozenset({"score", "grad"})
 
 
-def verify(subject: Mods | Graph) -> None:
+def verify(subject: Mods | Graph, why: str | None = None) -> None:
     """Check a graph, or both mods and that they agree on what they captured.
+
+    Args:
+        why: who would be to blame.
 
     Raises:
         InternalError: a rule is broken; the message lists the broken rules and holds the IR.
@@ -29,16 +32,17 @@ def verify(subject: Mods | Graph) -> None:
     problems = [problem for graph in graphs for problem in _graph_problems(graph)]
     if mods is not None:
         problems.extend(_mods_problems(mods))
-    refuse(problems, lambda: "\n".join(print_graph(graph) for graph in graphs))
+    refuse(problems, lambda: "\n".join(print_graph(graph) for graph in graphs), why)
 
 
-def refuse(problems: list[str], text: Callable[[], str]) -> None:
+def refuse(problems: list[str], text: Callable[[], str], why: str | None = None) -> None:
     """Raise an InternalError of the problems, if there are any, with the text of the IR they are about."""
     if problems:
         shown = [f"  {problem}" for problem in problems[:_MOST_PROBLEMS]]
         lines = text().split("\n")
         cut = [f"({len(lines) - _MOST_LINES} more lines)"] if len(lines) > _MOST_LINES else []
-        raise InternalError("\n".join([f"the IR breaks {len(problems)} rule(s):", *shown, *lines[:_MOST_LINES], *cut]))
+        told = "\n".join([f"the IR breaks {len(problems)} rule(s):", *shown, *lines[:_MOST_LINES], *cut])
+        raise InternalError(told, why=why)
 
 
 def _mods_problems(mods: Mods) -> Iterator[str]:

@@ -83,12 +83,14 @@ def expanded(lists: Lists, batch: int, heads: int) -> Lists:
 class MaskValues:
     """The captured tensors and numbers that a mask reads, as they were; knows whether they still are.
 
-    A tensor counts as unchanged while it is the same object with the same memory and version. What writes to its memory
-    without raising its version (its `.data`, a kernel of the caller's own) is not seen.
+    A tensor counts as unchanged while it is the same object with the same memory and version, and on the CPU, while it
+    holds the same. On a GPU, what writes to its memory without raising its version (its `.data`, a kernel of the
+    caller's own) is not seen.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], scalars: Sequence[int | float]) -> None:
         self._tensors = tuple((weakref.ref(tensor), tensor.data_ptr(), _version(tensor)) for tensor in buffers)
+        self._copies = tuple(_copy_of(tensor) for tensor in buffers)
         self._scalars = tuple(scalars)
         self.can_tell = None not in [version for _, _, version in self._tensors]
 
@@ -99,7 +101,15 @@ class MaskValues:
         for (kept, pointer, version), tensor in zip(self._tensors, buffers, strict=True):
             if kept() is not tensor or tensor.data_ptr() != pointer or _version(tensor) != version:
                 return False
+        for copy, tensor in zip(self._copies, buffers, strict=True):
+            if copy is not None and not torch.equal(copy, tensor):
+                return False
         return True
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy where comparing with it costs little beside what is computed: on the CPU."""
+    return tensor.detach().clone() if tensor.device.type == "cpu" else None
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -16,11 +16,12 @@ from flexgen.ir.sizes import size_name
 from flexgen.lowering.host_value import all_hold
 from flexgen.lowering.proofs import Proof
 from flexgen.options import Layout
-from flexgen.problem import DIVISOR, INDEX_LIMIT, SIZE_LIMIT, Guard, Problem, TableForm, bucket
+from flexgen.problem import DIVISOR, GRID_LIMIT, INDEX_LIMIT, SIZE_LIMIT, Guard, Problem, TableForm, bucket
 from flexgen.runtime.dropout import Dropout
 
 STORED = (torch.float8_e4m3fn, torch.float8_e5m2)  # of keys and values beside a half-precision query
 HALF = (torch.float16, torch.bfloat16)
+LARGEST_SCALE = 2.3e38  # float32's largest number over log2(e), rounded down
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT32_END = 1 << 31
 TRUSTED_SCALAR = 1 << 48  # bounds of masks are derived for captured numbers below this
@@ -177,7 +178,7 @@ def softmax_scale(scale: Any, head_dim: int) -> float:
     """Return the scale as a float; 1/sqrt(head_dim) by default.
 
     Raises:
-        UnsupportedProblemError: not a finite number, or one that float32 cannot hold.
+        UnsupportedProblemError: not a finite number, or one that float32 cannot hold in base 2.
     """
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
@@ -196,6 +197,12 @@ def softmax_scale(scale: Any, head_dim: int) -> float:
             f"scale={scale!r} is not a finite float32 number",
             why="scores are computed in float32",
             fix="pass a finite scale, such as 0.125",
+        )
+    if abs(number) > LARGEST_SCALE:
+        raise UnsupportedProblemError(
+            f"scale={scale!r} is too large",
+            why="exponentials are computed in base 2, and the scale times log2(e) passes float32's largest number",
+            fix=f"pass one of at most {LARGEST_SCALE:.3g}",
         )
     return number if abs(number) >= limits.tiny else 0.0
 
@@ -264,6 +271,7 @@ def describe_guard(launch: Launch, output_span: int, rows_safe: Proof) -> Guard:
         aligned=frozenset(name for name, tensor in launch.tensors.items() if _is_aligned(tensor)),
         rows_safe_holds=not launch.cu_seqlens and rows_safe.holds and all_hold(rows_safe.assumptions, _numbers(launch)),
         wide_index=length >= INDEX_LIMIT,
+        crowded=max(launch.batch, launch.q_heads) > GRID_LIMIT,
     )
 
 

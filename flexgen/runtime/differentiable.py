@@ -72,6 +72,7 @@ class _Attend(torch.autograd.Function):
         if len(grads) > 2 and grads[2] is not None:
             raise max_scores_gradient()
         names, wanted = _wanted(ctx.needs_input_grad)
+        grads = tuple(None if grad is None else grad.resolve_neg() for grad in grads)
         grad_output = grads[0] if grads[0] is not None else torch.zeros_like(output)
         query, key, value, *buffers = inputs
         packing = Packing(*offsets) if offsets else None

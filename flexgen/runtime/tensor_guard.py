@@ -25,7 +25,7 @@ class TensorGuard:
 
 
 def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(type(it), it.shape, it.stride(), it.dtype, it.get_device(), it.is_meta) for it in tensors]
+    return [(type(it), it.shape, it.stride(), it.dtype, it.get_device(), it.is_meta, it.is_neg()) for it in tensors]
 
 
 def _torch_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

@@ -13,7 +13,7 @@ from flexgen.errors import FlexgenError
 QUERY = torch.randn(1, 1, 20, 16)
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e300, 10**400, "1", 1j, torch.tensor(0.5), True])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e300, -3e38, 10**400, "1", 1j, torch.tensor(0.5), True])
 def test_scale_that_is_no_finite_number_is_refused(scale: Any) -> None:
     with pytest.raises(FlexgenError):
         flexgen.compile()(QUERY, QUERY, QUERY, scale=scale)
@@ -47,6 +47,8 @@ def test_constant_below_the_normal_numbers_runs() -> None:
     assert torch.allclose(output, right, atol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="the scale times log2(e) passes float32's largest number")
-def test_largest_scales_give_no_nan() -> None:
-    assert not flexgen.compile()(QUERY, QUERY, QUERY, scale=3e38).isnan().any()
+@pytest.mark.parametrize("scale", [2.3e38, -2.3e38, 1.2e-38, 1e-45])
+def test_largest_and_smallest_scales_give_no_nan(scale: float) -> None:
+    small = QUERY * 1e-3  # so that scores are finite
+    assert not flexgen.compile()(small * 1e-35, small, QUERY, scale=scale).isnan().any()
+    assert not flexgen.compile(lambda s, b, h, q, k: s / 3e35)(small, small, QUERY, scale=scale).isnan().any()

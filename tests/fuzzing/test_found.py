@@ -66,3 +66,21 @@ def test_float_division_floors_the_exact_quotient():
 def test_rounding_is_right_next_to_a_half_and_where_there_are_no_halves():
     table = torch.tensor([0.5, 0.49999997, 8388609.0, -8388609.0, 4194305.5, 2.5, -1.5, -0.49999997])
     assert torch.equal(values_of(lambda s, b, h, q, k: torch.round(table[k]), 8), torch.round(table))
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("uint8", -1), ("uint8", 300), ("int8", -300), ("int32", 2**40 + 3)])
+def test_a_number_wraps_into_a_narrow_integer_as_torch_wraps_it(dtype: str, number: int):
+    """As a constant it was refused, and as an argument of the kernel it wrapped."""
+    table = torch.tensor([0, 5, 127, 100, 44, 3], dtype=getattr(torch, dtype))
+
+    def score_mod(score, b, h, q, k):
+        return (table[k] < number) * 4.0 + (table[k] == number) + (table[k] + number)
+
+    plain = (table < number) * 4.0 + (table == number) + (table + number)
+    assert torch.equal(values_of(score_mod, 6), plain.float())
+
+
+def test_a_number_outside_of_a_narrow_integer_is_no_bound_of_a_clamp():
+    table = torch.arange(7, dtype=torch.uint8)
+    with pytest.raises(flexgen.CaptureError, match="without overflow"):  # torch's own words
+        values_of(lambda s, b, h, q, k: table[k].clamp(max=300), 7)

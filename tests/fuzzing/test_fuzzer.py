@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
+import flexgen
 from flexgen.codegen import node_printer
 from flexgen.codegen.dialects import triton as triton_dialect
 from flexgen.fuzzing import worker
@@ -194,6 +195,68 @@ def test_the_judge_wants_nan_where_a_live_score_is_nan():
     Judge(problem, Options()).check(exact)
     with pytest.raises(Wrong, match="instead of nan"):
         Judge(problem, Options()).check({**exact, "output": exact["output"].nan_to_num()})
+
+
+def test_the_judge_knows_the_precision_of_what_mods_capture():
+    table = drawn((1,), seed=0)
+    inputs = (drawn((1, 1, 7, 16), "float64", seed) for seed in range(3))
+    check_call(flexgen.compile(lambda score, b, h, q, k: table[q % 1] ** 1.5), *inputs)
+
+
+@pytest.mark.parametrize(("dtype", "spread"), [("bfloat16", 1.0), ("float32", 8.0)])
+def test_the_judge_knows_that_rows_of_gradients_are_summed_from_the_rounded_output(dtype: str, spread: float):
+    table = drawn((1,), requires_grad=True)
+    query, key = (drawn((1, 1, length, 64), dtype, requires_grad=True) for length in (7, 65))
+    value = drawn((1, 1, 65, 64), dtype, spread=spread, requires_grad=True)
+    attention = flexgen.compile(lambda score, b, h, q, k: score + table[0], lambda b, h, q, k: q >= k)
+    check_call(attention, query, key, value, scale=0.3, backward=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "scale"), [("float32", {}, 4.0), ("bfloat16", {"fwd_PRESCALE_QK": True}, 1.5)]
+)
+def test_the_judge_knows_that_weights_are_computed_again(dtype: str, options: dict[str, bool], scale: float):
+    query, key, value = (drawn((1, 1, 7, 64), dtype, requires_grad=True) for _ in range(3))
+    check_call(flexgen.compile(None, lambda b, h, q, k: q >= k, options), query, key, value, scale=scale, backward=True)
+
+
+def test_the_judge_knows_the_gradient_of_a_logsumexp_of_huge_scores():
+    query, key, value = (drawn((1, 1, 7, 16), seed=seed, requires_grad=True) for seed in range(3))
+    check_call(flexgen.compile(lambda score, b, h, q, k: score - 1e30), query, key, value, backward=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "captured 0"])
+def test_the_judge_refuses_gradients_that_are_a_little_off(dtype: str, name: str):
+    table = drawn((9,), requires_grad=True)
+    query, key, value = (drawn((1, 2, 9, 16), dtype, seed, requires_grad=True) for seed in range(3))
+    problem = Problem(query, key, value, lambda s, b, h, q, k: s + table[k], None, None, None, backward=True)
+    exact = evaluate(problem, Precision(exact=True))
+    Judge(problem, Options()).check(exact)
+    changed = f"gradient of {name}"
+    off = exact[changed].abs().amax() * 8 * torch.finfo(query.dtype).eps
+    off = max(float(off), 1e-3)
+    with pytest.raises(Wrong, match=changed):
+        Judge(problem, Options()).check({**exact, changed: exact[changed] + off})
+
+
+def test_the_judge_knows_what_a_dtype_cannot_hold():
+    query, key, value = (drawn((1, 1, 9, 16), "float16", seed, requires_grad=True) for seed in range(3))
+    problem = Problem(query, key, value, None, None, None, None, backward=True)
+    exact, name = evaluate(problem, Precision(exact=True)), "gradient of query"
+    large = {**exact, name: exact[name] * 1e6}
+    judge = Judge(problem, Options())
+    vars(judge)["_exact"] = vars(judge)["_eager"] = large
+    vars(judge)["_noisy"] = [large]
+    assert large[name].half().isinf().any()
+    judge.check({**large, name: large[name].half()})
+    with pytest.raises(Wrong, match=f"{name}: off by"):
+        judge.check({**large, name: torch.full_like(large[name], torch.inf).half()})
+
+
+def test_heads_of_float8_are_reversed():
+    query, key = drawn((1, 2, 7, 16), "bfloat16"), drawn((1, 2, 7, 16), "float8_e4m3fn")
+    check_call(flexgen.compile(), query, key, key, also=["with heads in reverse"])
 
 
 # Processes.

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 
 from flexgen.errors import InternalError
 from flexgen.ir.graph import ALL_AXES, Attr, Buffer, Graph, Mods, Node, Scalar, const, input_node, make
+from flexgen.ir.rule import Rule
+from flexgen.ir.simplify import simplify
 from flexgen.ir.verify import verify
 from tests.ir import random_graphs
 
@@ -80,6 +82,19 @@ def test_broken_rule_is_found(problem: str, graph: Graph) -> None:
         verify(graph)
     assert problem in str(caught.value)
     assert f"{graph.kind} m(" in str(caught.value)
+
+
+def test_a_broken_rule_of_the_simplifier_is_named_with_the_ir_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that makes a node of the wrong dtype, beside the real ones."""
+    breaks = Rule("breaks it", frozenset({"ge"}), lambda node, ranges: make("add", *node.args, dtype=torch.int64))
+    monkeypatch.setattr("flexgen.ir.simplify._RULES_BY_OP", {"ge": (breaks,)})
+    with pytest.raises(InternalError) as caught:
+        simplify(Mods(mask=_mask(CAUSAL)))
+    told = str(caught.value)
+    assert "the root of a mask is bool, not int64" in told
+    assert "mask m(b, h, q_idx, kv_idx)" in told and "add(q_idx, kv_idx)" in told
+    assert "round 1 of the simplifier broke it, with the rules: breaks it" in told
+    assert "please report it, with this whole message" in told
 
 
 @settings(max_examples=50, deadline=None)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import flexgen
-from benchmarks import matrix, memory, train_gpt
+from benchmarks import matrix, memcheck, memory, train_gpt
 from benchmarks.cases import window
 from benchmarks.memory import Memory, Row
+from flexgen.fuzzing.inputs import drawn
 
 ABOUT = {"device": "a GPU", "date": "2026-12-01"}
 
@@ -72,3 +73,35 @@ def test_the_matrix_is_shown_as_a_table_and_drawn(tmp_path):
     about = {"device": "a GPU", "date": "2026-12-01", "torch": "2.13.0", "triton": "3.7.1"}
     results.write_text(json.dumps({"environment": about, "rows": rows}))
     assert "fa2" in matrix.plot(results).read_text()
+
+
+COVERING = {case.name: case for case in memcheck.cases()}
+
+
+@pytest.mark.parametrize("name", [name for name, case in COVERING.items() if case.needs == "nothing"])
+def test_the_set_of_kernels_to_watch_is_right_in_the_interpreter(name: str):
+    memcheck.run(COVERING[name], "cpu")
+
+
+def test_the_rest_of_what_is_watched_runs_in_the_interpreter():
+    memcheck.drops("cpu")
+    memcheck.blocks("cpu")
+
+
+@pytest.mark.parametrize("name", [name for name, case in COVERING.items() if case.needs == "hopper"])
+def test_kernels_of_hopper_to_watch_are_such_kernels(name: str):
+    case = COVERING[name]
+    batch, heads, kv_heads, queries, keys, head_dim, value_dim = case.shape
+    sizes = ((heads, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, value_dim))
+    tensors = [drawn((batch, *size), case.dtype, requires_grad=case.backward, device="meta") for size in sizes]
+    lowered = flexgen.compile(*case.mods("meta"), case.options).lower(*tensors, target="sm_90")
+    names = ("backward_dq", "backward_dkdv", "backward_dk", "backward_dv") if case.backward else ("forward",)
+    texts = [lowered.source[name] for name in names if name in lowered.source]
+    assert texts and all("gluon" in text for text in texts)
+
+
+def test_every_template_is_watched():
+    """By the names of what they emit: forward and decode kernels, backward ones, tables."""
+    names = " ".join(COVERING)
+    for word in ("forward", "backward", "decode", "prefill", "packed", "table", "block mask", "pages", "Hopper"):
+        assert word in names

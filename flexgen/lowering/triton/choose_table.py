@@ -13,7 +13,7 @@ from flexgen.lowering.table_plan import drops_empty
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.tiles import preferred
 from flexgen.options import KernelOptions
-from flexgen.problem import Guard, Problem, TableForm
+from flexgen.problem import GRID_LIMIT, Guard, Problem, TableForm
 
 TABLE_TIERS = (Tier.BLOCK_TABLE, Tier.DENSE)
 NARROW_HULL = 512  # keys; a hull this wide is a handful of tiles: guess, listing them costs as much as visiting them
@@ -62,6 +62,8 @@ def _refusal(
         return f"the mask's tier is {facts.kv.tier.value}"
     if problem.cu_seqlens is not None:
         return "packed sequences have lengths of their own, and a table has one for all"
+    if guard.crowded:
+        return f"there are more than {GRID_LIMIT} heads or batch entries, which its kernels' grid does not hold"
     if not trusted:
         return "a captured number is too large for the rule of its blocks"
     if rule.tells_nothing:
