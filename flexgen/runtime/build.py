@@ -32,6 +32,7 @@ from flexgen.runtime.environment import read_environment
 from flexgen.runtime.file_lock import LOCKS, only_one
 from flexgen.runtime.gluon_source import gluon_source
 from flexgen.runtime.line_origin import with_origin
+from flexgen.runtime.triton_digest import remember_digest
 
 _log = logging.getLogger("flexgen.build")
 
@@ -204,6 +205,7 @@ def _compile(source: ASTSource, gpu_target: GPUTarget, options: Mapping[str, obj
     lock = f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
     cache = source_cache()
     directory = cache.directory
+    remember_digest(directory)
     try:
         with compiling_into(None if cache.is_temporary else directory), only_one(directory / LOCKS / lock, PATIENCE):
             return triton.compile(source, target=gpu_target, options=options)
