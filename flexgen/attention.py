@@ -16,6 +16,7 @@ import torch
 from flexgen.aux_outputs import NO_AUX, AuxRequest, aux_output, read_aux_request
 from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
+from flexgen.collector import collector_paused
 from flexgen.dropout import read_dropout, read_probability
 from flexgen.errors import (
     NoFeasiblePlanError,
@@ -395,8 +396,9 @@ class Attention:
         prepared = None if extras.validate else self._prepared.get(form)
         if prepared is not None:
             return prepared, reading.buffers
-        call = self._describe(reading, *tensors, extras, target_of(tensors[0].device))
-        return self._prepare(form, call, extras.block_table), tuple(call.launch.buffers.values())
+        with collector_paused():
+            call = self._describe(reading, *tensors, extras, target_of(tensors[0].device))
+            return self._prepare(form, call, extras.block_table), tuple(call.launch.buffers.values())
 
     def gradients(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from flexgen.collector import collector_paused
 from flexgen.errors import NoFeasiblePlanError, OptionError, OutOfResourcesError
 from flexgen.fitting import Fitting, nothing_smaller
 from flexgen.ir.graph import Axis
@@ -129,6 +130,7 @@ class Training:
                     raise error
                 self._fitting.take_less(key, plans[0], error)
 
+    @collector_paused()
     def _prepare(
         self,
         called: Called,
@@ -177,7 +179,7 @@ class Training:
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         buffers = dict(zip(forward.buffers, saved.buffers, strict=True))
-        launch = _launch(basis, saved, torch.empty_like(saved.output), buffers, forward.scalars)
+        launch = _launch(basis, saved, _without_memory(saved.output), buffers, forward.scalars)
         made = gradient_form(launch, wanted).allocate(torch.device("meta"))
         outputs = _placeholder_outputs(made, wanted, saved.logsumexp)
         problem, guard = _described(basis, launch, outputs)
