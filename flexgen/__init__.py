@@ -79,7 +79,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'flexgen' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    with import_module("flexgen.collector").collector_paused():
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -16,6 +16,7 @@ import torch
 from flexgen.aux_outputs import NO_AUX, AuxRequest, aux_output, read_aux_request
 from flexgen.backends import relevant_guard
 from flexgen.capture.live import LiveMods, Reading
+from flexgen.collector import collector_paused
 from flexgen.dropout import read_dropout, read_probability
 from flexgen.errors import (
     NoFeasiblePlanError,
@@ -37,6 +38,7 @@ from flexgen.pipeline import ForwardKernel, Understood, compile_forward, compile
 from flexgen.problem import INDEX_LIMIT, Guard, Problem, TableForm
 from flexgen.runtime.bind import bind
 from flexgen.runtime.block_table import BlockTable, check_block_table, read_block_mask
+from flexgen.runtime.compile_ahead import is_known
 from flexgen.runtime.derived_table import DerivedTable, Lists, refuse_capture
 from flexgen.runtime.describe import (
     TRUSTED_SCALAR,
@@ -340,10 +342,11 @@ class Attention:
         """
         query, key, value = tensors
         records = grad_is_needed(query, key, value, reading.buffers)
+        asked = extras.aux
         if records:  # the backward recomputes weights from it
             refuse_gradients(extras.sides, key)
             extras = extras.with_lse()
-        prepared, buffers = self._ready(reading, tensors, extras)
+        prepared, buffers = self._ready(reading, tensors, extras, trained=asked if records else None)
         try:
             outputs = self._launched(prepared, reading, tensors, buffers, extras, records=records)
         except OutOfResourcesError as error:
@@ -393,14 +396,33 @@ class Attention:
         reading: Reading,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         extras: Extras,
+        trained: AuxRequest | None = None,
     ) -> tuple[Prepared, Any]:
-        """Return the prepared launch for calls of this form, and the captured tensors on the call's device."""
+        """Return the prepared launch for calls of this form, and the captured tensors on the call's device.
+
+        Args:
+            trained: of a call that autograd records, the outputs that its loss may read beside the main one.
+        """
         form = self._form(reading, *tensors, extras)
         prepared = None if extras.validate else self._prepared.get(form)
         if prepared is not None:
             return prepared, reading.buffers
-        call = self._describe(reading, *tensors, extras, target_of(tensors[0].device))
-        return self._prepare(form, call, extras.block_table), tuple(call.launch.buffers.values())
+        with collector_paused():
+            call = self._describe(reading, *tensors, extras, target_of(tensors[0].device))
+            prepared = self._prepare(form, call, extras.block_table)
+            if trained is not None:
+                self._foresee_gradients(prepared, call, trained)
+            return prepared, tuple(call.launch.buffers.values())
+
+    def _foresee_gradients(self, prepared: Prepared, call: _Call, trained: AuxRequest) -> None:
+        """Have the backward compiled by other processes while this one compiles the forward, where that is new.
+
+        Where the forward is compiled, the backward usually is too.
+        """
+        if prepared.basis.target.backend != "interpret":
+            outputs = call.outputs.allocate(torch.empty(0, dtype=call.launch.tensors["query"].dtype, device="meta"))
+            if not is_known(prepared.kernel.compile_job(call.launch, outputs)):
+                self._training.compile_ahead(prepared.basis, call.launch, trained.lse)
 
     def gradients(
         self,

@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-
 from flexgen import __version__
 from flexgen.aux_outputs import AuxRequest
 from flexgen.codegen.export.exported import Backward, Exported, Pass, Table
 from flexgen.codegen.export.module import emit_module
-from flexgen.errors import OptionError, UnsupportedProblemError
+from flexgen.errors import UnsupportedProblemError
 from flexgen.lowered import Lowered
-from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
-from flexgen.lowering.gluon_hopper.plan import GluonPlan
-from flexgen.lowering.plans import RowPlan, WalkPlan
-from flexgen.options import Layout, Options
+from flexgen.options import Layout
 from flexgen.pipeline import TableKernel
-
-
-def lower_plain(options: Options, lower: Callable[[Options], Lowered]) -> Lowered:
-    """Return a lowering for a package of machine code: of Triton's kernels where the options leave the backend open.
-
-    Args:
-        lower: lowers with the options it is given.
-
-    Raises:
-        OptionError: they ask for Hopper's.
-    """
-    if "GLUON" in (options.forward().BACKEND, options.backward().BACKEND):
-        raise OptionError(
-            "BACKEND='GLUON' cannot be packed as machine code",
-            why="its launch needs the copy engine's descriptors, which the package's loader does not make",
-            fix="leave BACKEND out or set it to TRITON, or export without --binary",
-        )
-    lowered = lower(options)
-    passes = lowered.backward.passes.values() if lowered.backward else ()
-    if _is_hopper(lowered.plan):
-        options = dataclasses.replace(options, fwd=dataclasses.replace(options.fwd, BACKEND="TRITON"))
-    if any(_is_hopper(plan) for _, plan in passes):
-        options = dataclasses.replace(options, bwd=dataclasses.replace(options.bwd, BACKEND="TRITON"))
-    return lower(options)
-
-
-def _is_hopper(plan: WalkPlan | RowPlan) -> bool:
-    return isinstance(plan, GluonPlan | GluonBackwardPlan)
 
 
 def export_module(lowered: Lowered, *, layout: Layout, aux: AuxRequest, how: str) -> str:

@@ -8,22 +8,28 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexgen import __version__
 from flexgen.aux_outputs import AuxRequest
 from flexgen.codegen.export.exported import Exported
 from flexgen.codegen.export.module import PackedKernel, emit_module, how_text, packed_kernels
 from flexgen.codegen.render import render
+from flexgen.codegen.source import Arg, Role
 from flexgen.errors import InternalError, OptionError
 from flexgen.export import exported
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import Target
 from flexgen.options import Layout
-from flexgen.runtime.kernel import module_of
+from flexgen.runtime.load import module_of
 
-FORMAT = 1  # of manifest.json
+if TYPE_CHECKING:
+    from flexgen.runtime.build import Binary
+
+FORMAT = 2  # of manifest.json
 SCRATCH_POINTERS = 2  # that Triton's kernels take behind their own arguments: for descriptors, and for its profiler
+
+_ELEMENT_TYPES = {"fp16": 6, "fp32": 7, "bf16": 9}  # the driver's CUtensorMapDataType
 
 Files = dict[str, bytes]
 
@@ -32,7 +38,7 @@ def export_package(lowered: Sequence[Lowered], *, layout: Layout, aux: AuxReques
     """Return the files of a package by their paths in it.
 
     Args:
-        lowered: one for each target, by `lower_plain`.
+        lowered: one for each target.
         layout, aux, how: as for `export_module`.
 
     Raises:
@@ -120,7 +126,8 @@ def _kernel(lowered: Lowered, module: Exported, kernel: PackedKernel, files: Fil
     kind = "cubin" if target.backend == "cuda" else "hsaco"
     image = binary.stages[kind]
     assert isinstance(image, bytes)
-    _check_parameters(binary.stages, len(kernel.source.args))
+    descriptors = _descriptors(kernel.source.args, binary)
+    _check_parameters(binary.stages, sum(1 + 2 * len(one["box"]) if one else 1 for one in descriptors))
     path = f"{target.name}/{kernel.name}.{kind}"
     files[path] = image
     return {
@@ -139,10 +146,38 @@ def _kernel(lowered: Lowered, module: Exported, kernel: PackedKernel, files: Fil
                 "role": arg.role.value,
                 "value": value,
                 "divisible_by_16": position in divisible,
+                **({"copy_engine": descriptor} if descriptor else {}),
             }
-            for position, (arg, value) in enumerate(zip(kernel.source.args, kernel.values, strict=True))
+            for position, (arg, value, descriptor) in enumerate(
+                zip(kernel.source.args, kernel.values, descriptors, strict=True)
+            )
         ],
     }
+
+
+def _descriptors(args: Sequence[Arg], binary: Binary) -> list[dict[str, Any] | None]:
+    """Return, for each argument that is a tensor described for the copy engine, what Triton compiled it to be.
+
+    Returns:
+        "box": the sizes of what one copy moves; "swizzle" and "element_type" as the driver numbers them; and
+        "element_bytes". None for other arguments.
+    """
+    found = iter(binary.metadata.get("tensordesc_meta") or ())  # type: ignore[call-overload]
+    descriptors: list[dict[str, Any] | None] = []
+    for arg in args:
+        if arg.role is not Role.DESCRIPTOR:
+            descriptors.append(None)
+            continue
+        compiled, element = next(found), arg.type.removeprefix("tensordesc<").split("[")[0]
+        descriptors.append(
+            {
+                "box": list(compiled["block_size"]),
+                "swizzle": compiled["swizzle"],
+                "element_type": _ELEMENT_TYPES[element],
+                "element_bytes": compiled["elem_size"],
+            }
+        )
+    return descriptors
 
 
 def _divisible(lowered: Lowered, kernel: PackedKernel) -> frozenset[int]:
@@ -158,7 +193,7 @@ def _divisible(lowered: Lowered, kernel: PackedKernel) -> frozenset[int]:
 
 
 def _check_parameters(stages: Mapping[str, str | bytes], count: int) -> None:
-    """Refuse machine code whose parameters are not the arguments and Triton's pointers behind them."""
+    """Refuse machine code whose parameters are not those of the arguments and Triton's pointers behind them."""
     if "ptx" in stages:
         head = re.search(r"\.entry [^(]*\((.*?)\)", str(stages["ptx"]), re.DOTALL)
         found = head[1].count(".param") if head else -1

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from flexgen.errors import NoFeasiblePlanError, OptionError, OutOfResourcesError
+from flexgen.collector import collector_paused
+from flexgen.errors import FlexgenError, NoFeasiblePlanError, OptionError, OutOfResourcesError
 from flexgen.fitting import Fitting, nothing_smaller
 from flexgen.ir.graph import Axis
 from flexgen.lowered import LoweredBackward
@@ -22,6 +24,7 @@ from flexgen.prepared_backward import INPUTS, Pass, PreparedBackward, gradient_f
 from flexgen.problem import Guard, Problem, TableForm
 from flexgen.runtime.bind import bind
 from flexgen.runtime.block_table import BlockTable
+from flexgen.runtime.compile_ahead import AHEAD
 from flexgen.runtime.derived_table import DerivedTable, Lists
 from flexgen.runtime.describe import Launch, describe_guard, describe_problem, scalars_are_trusted
 from flexgen.runtime.differentiable import Gradients, Saved
@@ -31,6 +34,7 @@ from flexgen.runtime.packing import Packing
 from flexgen.runtime.warm_backward import WarmBackward
 from flexgen.tables import Tables, placeholder_lists
 
+_log = logging.getLogger("flexgen")
 MAX_FORMS = 64  # of backward calls kept for one form of forward call
 
 
@@ -94,6 +98,17 @@ class _Kernels:
     passes: tuple[tuple[Kernel, AnyBackwardPlan], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A backward call as it can be told from its forward: of tensors that have no memory."""
+
+    launch: Launch
+    outputs: Mapping[str, torch.Tensor]
+    problem: Problem
+    guard: Guard
+    wanted: Wanted
+
+
 class Training:
     """The backward kernels of one Attention.
 
@@ -119,6 +134,8 @@ class Training:
     ) -> Gradients:
         """Return the wanted gradients by name; see `Step.backward`."""
         launches = called.basis.launches
+        if grad_output.stride(3) == 0:  # a sum's: the copy engine cannot repeat an entry
+            grad_output = grad_output.contiguous()
         last = launches.last
         if last is not None and called.given is None:
             found = last.gradients(saved, grad_output, grad_logsumexp, wanted, called.scalars)
@@ -155,6 +172,7 @@ class Training:
                     raise error
                 self._fitting.take_less(key, plans[0], error)
 
+    @collector_paused()
     def _prepare(
         self,
         called: Called,
@@ -178,6 +196,8 @@ class Training:
         problem, guard = _described(basis, launch, outputs)
         kernels = self._compiled(basis, launch, problem, guard, task)
         passes = [self._pass(basis, launch, guard, *one) for one in kernels.passes]
+        if basis.target.backend != "interpret":  # this process compiles the first meanwhile
+            AHEAD.start([one.kernel.compile_job(replace(launch, table=one.lists), outputs) for one in passes[1:]])
         return PreparedBackward(kernels.delta, passes, launch, outputs, gradients, wanted, basis.table, self._tables)
 
     def _pass(self, basis: Basis, launch: Launch, guard: Guard, kernel: Kernel, plan: AnyBackwardPlan) -> Pass:
@@ -189,34 +209,41 @@ class Training:
         lists = placeholder_lists(basis.understood, launch, form, walked)
         return Pass(kernel, plan, lists, request, form, takes_given=walked is Axis.KV)
 
+    def compile_ahead(self, basis: Basis, forward: Launch, loss_reads_logsumexp: bool) -> None:
+        """Begin to compile, in other processes, what the gradients of a call most likely take.
+
+        What turns out to be something else is compiled when it is needed.
+        """
+        try:
+            one = _expected(basis, forward, loss_reads_logsumexp)
+            kernels = self._compiled(basis, one.launch, one.problem, one.guard, one.wanted)
+        except FlexgenError as error:  # told if the gradients are wanted
+            _log.debug("no backward is foreseen: %s", error)
+            return
+        delta, passes = kernels.delta.compile_job(one.launch, one.outputs), []
+        for kernel, plan in kernels.passes:
+            form, walked = _own_table(plan)
+            lists = placeholder_lists(basis.understood, one.launch, form, walked) if form else one.launch.table
+            passes.append(kernel.compile_job(replace(one.launch, table=lists), one.outputs))
+        AHEAD.start([*passes, delta])  # those that take longest first
+
     def lower(self, basis: Basis, forward: Launch, loss_reads_logsumexp: bool) -> LoweredBackward:
         """Return the backward kernels of a call for every tensor that requires grad, without running any.
 
         Args:
             forward: the call's launch; of its tensors only shapes and strides matter.
         """
-        saved = _placeholders(forward)
-        wanted = Wanted(
-            inputs=frozenset(name for name in INPUTS if forward.tensors[name].requires_grad),
-            buffers=frozenset(name for name, buffer in forward.buffers.items() if buffer.requires_grad),
-            from_logsumexp=loss_reads_logsumexp,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        buffers = dict(zip(forward.buffers, saved.buffers, strict=True))
-        launch = _launch(basis, saved, torch.empty_like(saved.output), buffers, forward.scalars)
-        made = gradient_form(launch, wanted).allocate(torch.device("meta"))
-        outputs = _placeholder_outputs(made, wanted, saved.logsumexp)
-        problem, guard = _described(basis, launch, outputs)
-        trusted = scalars_are_trusted(launch.scalars)
+        one = _expected(basis, forward, loss_reads_logsumexp)
+        trusted = scalars_are_trusted(one.launch.scalars)
         kernels = compile_backward(
-            basis.understood, problem, guard, basis.target, self._options, trusted=trusted, wanted=wanted
+            basis.understood, one.problem, one.guard, basis.target, self._options, trusted=trusted, wanted=one.wanted
         )
-        tables = [_lower_table(basis, launch, guard, plan) for _, plan in kernels.passes]
-        launches = [launch, *(replace(launch, table=lists) for _, lists in tables)]
+        tables = [_lower_table(basis, one.launch, one.guard, plan) for _, plan in kernels.passes]
+        launches = [one.launch, *(replace(one.launch, table=lists) for _, lists in tables)]
         sources = (kernels.delta[0], *(source for source, _ in kernels.passes))
         divisible = tuple(
-            divisible_positions(source.args, bind(source.args, one, outputs))
-            for source, one in zip(sources, launches, strict=True)
+            divisible_positions(source.args, bind(source.args, launch, one.outputs))
+            for source, launch in zip(sources, launches, strict=True)
         )
         return LoweredBackward(kernels, divisible, tuple(table for table, _ in tables))
 
@@ -250,6 +277,22 @@ def _lower_table(basis: Basis, launch: Launch, guard: Guard, plan: AnyBackwardPl
         return None, launch.table
     table = compile_table(basis.understood, form, guard, basis.target, walked)
     return table, placeholder_lists(basis.understood, launch, form, walked)
+
+
+def _expected(basis: Basis, forward: Launch, loss_reads_logsumexp: bool) -> _Expected:
+    """Return the backward of a call for every tensor that requires grad."""
+    saved = _placeholders(forward)
+    wanted = Wanted(
+        inputs=frozenset(name for name in INPUTS if forward.tensors[name].requires_grad),
+        buffers=frozenset(name for name, buffer in forward.buffers.items() if buffer.requires_grad),
+        from_logsumexp=loss_reads_logsumexp,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    buffers = dict(zip(forward.buffers, saved.buffers, strict=True))
+    launch = _launch(basis, saved, _without_memory(saved.output), buffers, forward.scalars)
+    made = gradient_form(launch, wanted).allocate(torch.device("meta"))
+    outputs = _placeholder_outputs(made, wanted, saved.logsumexp if loss_reads_logsumexp else None)
+    return _Expected(launch, outputs, *_described(basis, launch, outputs), wanted)
 
 
 def _placeholders(launch: Launch) -> Saved:

@@ -11,11 +11,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from jinja2.ext import Extension
 from jinja2.lexer import Token, TokenStream
+
+from flexgen.codegen.template_bytecode import TemplateBytecode
 
 _MARK = re.compile("\x01([^\x01\x02]*):([0-9]+)\x02")  # names and numbers only: no word that a translation looks for
 
@@ -58,6 +61,7 @@ def _environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.PackageLoader("flexgen", "templates"),
         extensions=[_MarkLines],
+        bytecode_cache=TemplateBytecode(Path(__file__).read_bytes()),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

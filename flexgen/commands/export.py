@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 from flexgen.aux_outputs import AuxRequest
@@ -12,13 +11,11 @@ from flexgen.commands.command_text import command_text
 from flexgen.commands.console import Console
 from flexgen.commands.offline import triton_is_installed
 from flexgen.commands.output_file import write_bytes, write_output
-from flexgen.commands.subject import Subject, choose_target, load_subject
+from flexgen.commands.subject import choose_target, load_subject
 from flexgen.errors import FlexgenError, OptionError
-from flexgen.export import export_module, lower_plain
+from flexgen.export import export_module
 from flexgen.export_binary import export_package
-from flexgen.lowered import Lowered
 from flexgen.lowering.targets import target_named
-from flexgen.options import Options
 
 EXAMPLES = """\
   flexgen export causal.py                       print the module
@@ -71,8 +68,7 @@ def _run_binary(arguments: argparse.Namespace, console: Console) -> int:
     aux = AuxRequest(lse=arguments.lse)
     extra = ["--binary", *(["--lse"] if arguments.lse else [])]
     how = command_text("export", arguments, subject, ",".join(targets), extra)
-    options = subject.attention.options
-    lowered = [lower_plain(options, _lowering(subject, target, aux, arguments.backward)) for target in targets]
+    lowered = [subject.lower(target, aux, backward=arguments.backward) for target in targets]
     if not triton_is_installed():
         raise FlexgenError(
             "machine code needs triton, which is not installed",
@@ -84,10 +80,6 @@ def _run_binary(arguments: argparse.Namespace, console: Console) -> int:
         write_bytes(folder / name, content)
         console.line(str(folder / name))
     return 0
-
-
-def _lowering(subject: Subject, target: str, aux: AuxRequest, backward: bool) -> Callable[[Options], Lowered]:
-    return lambda options: subject.with_options(options).lower(target, aux, backward=backward)
 
 
 def _check_folder(folder: Path | None) -> Path:

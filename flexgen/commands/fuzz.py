@@ -15,7 +15,7 @@ import torch
 from flexgen.commands.console import Console, Span, counted, wrapped
 from flexgen.commands.offline import triton_is_installed
 from flexgen.errors import FlexgenError, OptionError
-from flexgen.tuning.compile_pool import usual_workers
+from flexgen.runtime.compile_pool import usual_workers
 
 if TYPE_CHECKING:
     from flexgen.fuzzing.hunt import Failure

@@ -17,7 +17,8 @@ from flexgen.commands.sweep import parse_sweep, settings_of, settings_text
 from flexgen.errors import FlexgenError
 from flexgen.lowered import Lowered
 from flexgen.lowering.targets import TARGETS, target_named
-from flexgen.tuning.compile_pool import CompilePool, usual_workers
+from flexgen.runtime.compile_ahead import PROGRAM
+from flexgen.runtime.compile_pool import CompilePool, usual_workers
 from flexgen.tuning.settings import Settings
 
 EXAMPLES = """\
@@ -135,7 +136,7 @@ def _lower(subject: Subject, wanted: Wanted, entry: str) -> Lowered | str:
 def _compile_at_once(lowered: list[Lowered], entry: str, console: Console) -> None:
     """Fill Triton's cache with a kernel of each lowering, in as many processes as there are processors."""
     jobs = [low.compile_job(entry) for low in lowered]
-    with CompilePool(usual_workers()) as pool:
+    with CompilePool(usual_workers(), PROGRAM, bool) as pool:
         for _ in console.progress(pool.compile(jobs), len(jobs), f"compiling {entry}"):
             pass
 

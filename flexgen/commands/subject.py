@@ -68,11 +68,6 @@ class Subject:
         attention = Attention(own.score_mod, own.mask_mod, own.options.over(settings))
         return dataclasses.replace(self, attention=attention)
 
-    def with_options(self, options: Options) -> Subject:
-        """Return the same with other options."""
-        own = self.attention
-        return dataclasses.replace(self, attention=Attention(own.score_mod, own.mask_mod, options))
-
     def lower(self, target: str, aux: AuxRequest | None = None, *, backward: bool = False) -> Lowered:
         """Lower without allocating query, key or value, which require grad for the backward kernels."""
         query, key, value = (tensor.requires_grad_(backward) for tensor in self.tensors("meta"))

@@ -18,7 +18,7 @@ import flexgen
 from flexgen.fuzzing.hunt import Failure, Plan
 from flexgen.fuzzing.tally import Tally
 from flexgen.fuzzing.worker import CASES
-from flexgen.tuning.worker import receive, send
+from flexgen.runtime.messages import receive, send
 
 WORKER = ("-m", "flexgen.fuzzing.worker")
 SEEDS_APART = 1 << 32  # between processes, which count on from theirs

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from flexgen.tuning.worker import receive, send
+from flexgen.runtime.messages import receive, send
 
 CASES = 2000  # of one process: the modules that it loads stay in its memory
 

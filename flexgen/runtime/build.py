@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import linecache
 import logging
 import sys
@@ -12,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
@@ -27,11 +27,14 @@ from flexgen.codegen.source import LineOrigin
 from flexgen.errors import InternalError, KernelCompileError, OptionError, OutOfResourcesError, SourceSpan
 from flexgen.runtime.arguments import TypedArg
 from flexgen.runtime.cache import source_cache
+from flexgen.runtime.compile_ahead import AHEAD
+from flexgen.runtime.compile_key import compile_key, lock_of, note_compiled
 from flexgen.runtime.compiled_cache import compiling_into
 from flexgen.runtime.environment import read_environment
-from flexgen.runtime.file_lock import LOCKS, only_one
+from flexgen.runtime.file_lock import only_one
 from flexgen.runtime.gluon_source import gluon_source
 from flexgen.runtime.line_origin import with_origin
+from flexgen.runtime.triton_digest import remember_digest
 
 _log = logging.getLogger("flexgen.build")
 
@@ -136,13 +139,15 @@ def compile_entry(
     else:
         source = ASTSource(fn=function, signature=signature, constexprs={}, attrs=attrs)
     options = {"num_warps": num_warps, "num_stages": num_stages, **(extra_options or {})}
+    key = compile_key(module.__name__, entry, arg_types, target.name, options, divisible)
+    AHEAD.wait(key)
     gpu_target = GPUTarget(target.backend, target.arch, target.warp_size)
     with _compiling, _located_errors(module, entry, target, line_map), _without_dumps():
         _check_options(gpu_target, options, target.name)
         COMPILATIONS.increment()
         start = time.perf_counter()
         try:
-            kernel = _compile(source, gpu_target, options)
+            kernel = _compile(source, gpu_target, options, key)
         except OutOfResources as error:
             raise out_of_resources(entry, error, num_warps, num_stages) from error
         _log.info("compiled %s for %s in %.2f s, %s", entry, target.name, time.perf_counter() - start, options)
@@ -194,19 +199,21 @@ def _with_fusion(options: Mapping[str, object]) -> dict[str, object]:
     return {"enable_fp_fusion": knobs.language.default_fp_fusion, **options}
 
 
-def _compile(source: ASTSource, gpu_target: GPUTarget, options: Mapping[str, object]) -> Any:
+def _compile(source: ASTSource, gpu_target: GPUTarget, options: Mapping[str, object], key: str) -> Any:
     """Compile through a cache; where that cannot be written, through a temporary one.
 
     Of processes that want the same kernel at the same time, one compiles it, and the others find it.
     """
     options = _with_fusion(options)
-    what = f"{source.hash()} {gpu_target} {sorted(options.items())}"
-    lock = f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.lock"
     cache = source_cache()
     directory = cache.directory
+    lock = lock_of(directory, key)
+    remember_digest(directory)
     try:
-        with compiling_into(None if cache.is_temporary else directory), only_one(directory / LOCKS / lock, PATIENCE):
-            return triton.compile(source, target=gpu_target, options=options)
+        with compiling_into(None if cache.is_temporary else directory), only_one(lock, PATIENCE):
+            kernel = triton.compile(source, target=gpu_target, options=options)
+            note_compiled(lock, Path(next(iter(kernel.metadata_group.values()))).parent)
+            return kernel
     except OSError:  # read-only, full, or not a directory
         # The results are read back into memory before the directory goes.
         with without_cache():

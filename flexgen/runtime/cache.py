@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen.runtime.environment import read_environment
-from flexgen.runtime.private_directory import make_private, read_own_file
+from flexgen.runtime.private_directory import make_private, read_own_file, write_own_file
 
 _log = logging.getLogger("flexgen.cache")
 MAX_BYTES = 64 << 20  # about three thousand sources
@@ -146,7 +146,7 @@ class SourceCache:
         for _ in range(2):
             path = self._path(key)
             try:
-                _write_atomically(path, sealed)
+                write_own_file(path, sealed)
             except OSError as error:
                 if _unseal(read_own_file(path)) == text:  # over a network, a rename may succeed and tell an error
                     return CachedSource(path, text)
@@ -250,18 +250,6 @@ def _in_forked_process() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_forked_process)
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    """Write a temporary file and rename it, so that a reader sees all of an entry or none."""
-    descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)  # with mode 0600
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _listed(directory: Path, suffix: str) -> list[tuple[float, int, Path]]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from flexgen.codegen.source import KernelSource
 from flexgen.lowering.targets import Target
-from flexgen.runtime.kernel import module_of
+from flexgen.runtime.compile_key import compile_key
+from flexgen.runtime.load import module_name, module_of
 
 if TYPE_CHECKING:
     from flexgen.runtime.build import Binary
@@ -26,6 +27,12 @@ class CompileJob:
     target: Target
     options: tuple[tuple[str, int], ...]
     divisible: frozenset[int]
+
+    @property
+    def key(self) -> str:
+        """What tells it from other compilations."""
+        source, name = self.source, module_name(self.source.text)
+        return compile_key(name, source.entry, source.args, self.target.name, dict(self.options), self.divisible)
 
     def run(self) -> Binary:
         """Compile, through Triton's cache on disk.

@@ -18,6 +18,8 @@ class Environment:
         triton_interprets: whether TRITON_INTERPRET makes every `triton.jit` function an interpreted one, which leaves
             nothing to compile.
         triton_cache_is_chosen: whether a variable of Triton's says where and how it keeps what it compiles.
+        compile_workers: FLEXGEN_COMPILE_WORKERS, how many processes may compile beside this one, 0 for none; None where
+            it is not set, and the processors decide.
         log: FLEXGEN_LOG, which the command line takes for what to log; "" by default.
     """
 
@@ -25,6 +27,7 @@ class Environment:
     triton_interprets: bool
     triton_cache_is_chosen: bool
     log: str
+    compile_workers: int | None = None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -32,6 +35,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     variables = os.environ if variables is None else variables
     return Environment(
         cache_dir=_cache_dir(variables),
+        compile_workers=_count(variables.get("FLEXGEN_COMPILE_WORKERS", "")),
         log=variables.get("FLEXGEN_LOG", ""),
         triton_cache_is_chosen=any(variables.get(name) for name in _TRITON_CACHE),
         triton_interprets=variables.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y"),
@@ -39,6 +43,11 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 _TRITON_CACHE = ("TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER", "TRITON_HOME")
+
+
+def _count(text: str) -> int | None:
+    """Return a number of processes; None for what is none, as an empty text."""
+    return int(text) if text.strip().isdecimal() else None
 
 
 def _cache_dir(variables: Mapping[str, str]) -> Path | None:

@@ -16,7 +16,8 @@ import triton.language
 
 from flexgen.codegen.source import LineOrigin
 from flexgen.errors import FlexgenError, InternalError, KernelCompileError, SourceSpan
-from flexgen.runtime.arguments import TypedArg, is_pointer, triton_name
+from flexgen.runtime.arguments import TypedArg, is_pointer
+from flexgen.runtime.element_types import triton_name
 from flexgen.runtime.interpreter import rewrite
 from flexgen.runtime.interpreter.builder import Value
 from flexgen.runtime.interpreter.language import Language, interpreted_language, is_jitted

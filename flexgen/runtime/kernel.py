@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,9 +15,9 @@ from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.backward_plan import BackwardKernel, BackwardPlan, DeltaPlan
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.bind import bind
-from flexgen.runtime.cache import source_cache
+from flexgen.runtime.compile_job import CompileJob
 from flexgen.runtime.describe import Launch, address
-from flexgen.runtime.load import load_module
+from flexgen.runtime.load import module_of
 
 ALIGNMENT = 16
 
@@ -69,11 +68,6 @@ class BackwardGrid(Protocol):
 
 
 Plan = ForwardPlan | BackwardGrid | DeltaPlan | OwnGrid
-
-
-def module_of(source: KernelSource) -> ModuleType:
-    """Return the loaded module of an emitted source, kept on disk under its key."""
-    return load_module(source_cache().keep(source.key, source.text))
 
 
 Execute = Callable[[tuple[int, int, int], Sequence[Any]], None]
@@ -156,6 +150,11 @@ class Kernel:
 
     def warm(self, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> None:
         """Compile what launches of other sizes will need; `outputs` may have no memory."""
+
+    def compile_job(self, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> CompileJob:
+        """Return what a launch compiles, as a value; `outputs` may have no memory."""
+        divisible = divisible_positions(self.args, bind(self.args, launch, outputs))
+        return CompileJob(self._source, self._plan.target, tuple(self._plan.compile_options.items()), divisible)
 
     def scratch_elements(self, launch: Launch) -> int | None:
         """Return how many elements of the accumulator's dtype a settled launch's steps pass on; None for no scratch."""

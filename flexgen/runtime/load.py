@@ -7,11 +7,22 @@ import linecache
 import threading
 from types import ModuleType
 
+from flexgen.codegen.source import KernelSource
 from flexgen.errors import InternalError
-from flexgen.runtime.cache import CachedSource
+from flexgen.runtime.cache import CachedSource, source_cache
 
 _loaded: dict[str, ModuleType] = {}
 _lock = threading.Lock()
+
+
+def module_of(source: KernelSource) -> ModuleType:
+    """Return the loaded module of an emitted source, kept on disk under its key."""
+    return load_module(source_cache().keep(source.key, source.text))
+
+
+def module_name(text: str) -> str:
+    """Return the name of the module of a text."""
+    return f"flexgen_emitted_{_digest(text)[:16]}"
 
 
 def load_module(source: CachedSource) -> ModuleType:
@@ -20,12 +31,16 @@ def load_module(source: CachedSource) -> ModuleType:
     The text of `source` is what runs and what Triton and tracebacks see, also when the file changes or goes later. The
     module is in no table of Python's, so its name cannot collide with a user's.
     """
-    digest = hashlib.sha256(source.text.encode()).hexdigest()
+    digest = _digest(source.text)
     with _lock:
         module = _loaded.get(digest)
         if module is None:
-            module = _loaded[digest] = _execute(f"flexgen_emitted_{digest[:16]}", source)
+            module = _loaded[digest] = _execute(module_name(source.text), source)
     return module
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _execute(name: str, source: CachedSource) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -53,6 +54,18 @@ def read_own_file(path: Path) -> bytes | None:
             return file.read() if _is_own(os.fstat(descriptor)) else None
     except OSError:
         return None
+
+
+def write_own_file(path: Path, data: bytes) -> None:
+    """Write a temporary file and rename it, so that a reader sees all of an entry or none."""
+    descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)  # with mode 0600
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def _is_own(status: os.stat_result) -> bool:

@@ -18,9 +18,9 @@ from flexgen.lowering.plans import RowPlan
 from flexgen.lowering.triton_decode.plan import DecodePlan
 from flexgen.runtime.apart import MOST_APART, apart
 from flexgen.runtime.compile_job import CompileJob
+from flexgen.runtime.compile_pool import CompilePool
 from flexgen.runtime.timed_call import Tensors, timed_call
 from flexgen.runtime.timing import Contender, Stopwatch, Times, interleaved
-from flexgen.tuning.compile_pool import CompilePool
 from flexgen.tuning.cost import CompiledCost
 from flexgen.tuning.search import Pruned
 from flexgen.tuning.settings import Settings
@@ -46,7 +46,7 @@ class KernelBench:
         make: Callable[[Settings], Any],
         tensors: Tensors,
         direction: TunedDirection,
-        pool: CompilePool,
+        pool: CompilePool[CompiledCost],
         target: str | None = None,
         stopwatch: Stopwatch | None = None,
         given: Mapping[str, Any] = MappingProxyType({}),

@@ -14,10 +14,11 @@ from flexgen.errors import NoFeasiblePlanError
 from flexgen.lowered import Lowered
 from flexgen.options import Layout
 from flexgen.runtime.cache import source_cache
+from flexgen.runtime.compile_pool import usual_workers
 from flexgen.runtime.describe import to_bhsd
 from flexgen.runtime.timed_call import Tensors
 from flexgen.runtime.timing import DeviceStopwatch, Stopwatch
-from flexgen.tuning.compile_pool import CompilePool, usual_workers
+from flexgen.tuning.cost_pool import cost_pool
 from flexgen.tuning.kernel_bench import KernelBench
 from flexgen.tuning.search import Pruned, Track, Trial, explore, search, untracked
 from flexgen.tuning.settings import Settings
@@ -86,7 +87,7 @@ def tune(
     Raises:
         NoFeasiblePlanError: flexgen's own choice does not run.
     """
-    with CompilePool(usual_workers() if workers is None else workers) as pool:
+    with cost_pool(usual_workers() if workers is None else workers) as pool:
         stopwatch = stopwatch or DeviceStopwatch(subject.tensors[0].device, cold=True)
         bench = KernelBench(subject.make, subject.tensors, direction, pool, stopwatch=stopwatch, given=subject.given)
         usual = bench.lowered({})
@@ -116,7 +117,7 @@ def candidates(
     track: Track = untracked,
 ) -> list[Trial]:
     """Return what a search on a target would try, compiled offline and not measured."""
-    with CompilePool(usual_workers() if workers is None else workers) as pool:
+    with cost_pool(usual_workers() if workers is None else workers) as pool:
         bench = KernelBench(subject.make, subject.tensors, direction, pool, target)
         usual = bench.lowered({})
         return explore(groups(usual, direction, _query_rows(usual, subject)), bench, track)

@@ -10,7 +10,7 @@ from flexgen.ir.graph import Axis
 from flexgen.lowering.targets import target_named
 from flexgen.pipeline import compile_table, understand
 from flexgen.problem import Guard, TableForm
-from flexgen.runtime.kernel import module_of
+from flexgen.runtime.load import module_of
 from tests.corpus.case import Shape
 from tests.corpus.masks import MASKS
 

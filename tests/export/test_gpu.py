@@ -20,6 +20,7 @@ from tests.export.standalone import load
 from tests.export.test_dropout_and_packing import CALLS, SEED, own, text_of
 from tests.export.test_dropout_and_packing import weights as weights_of_call
 from tests.export.test_hopper import CASES as HOPPER
+from tests.export.test_hopper import Hopper
 from tests.export.test_meaning import CASES, captured_case, expected, weights_of
 from tests.reference import dense_attention, largest_error
 
@@ -73,8 +74,27 @@ def test_an_exported_module_with_hopper_kernels_runs(name: str, tmp_path: Path) 
     case = HOPPER[name]
     path = tmp_path / "hopper_module.py"
     path.write_text(case.export())
+    _hold_hopper_against_reference(case, load(path).attention)
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_a_package_with_hopper_kernels_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded and described to the copy engine by the driver's own library, without Triton."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels are for sm_90")
+    case, package = HOPPER[name], f"hopper_package_of_{name}"
+    files = export_package([case.lower()], layout="bhsd", aux=flexgen.AuxRequest(lse=True), how="made by a test")
+    for file, content in files.items():
+        path = tmp_path / package / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _hold_hopper_against_reference(case, importlib.import_module(package).attention)
+
+
+def _hold_hopper_against_reference(case: Hopper, attention: Callable[..., Any]) -> None:
     tensors = case.inputs("cuda")
-    output, logsumexp = load(path).attention(*tensors, *(tensor.cuda() for tensor in case.captured))
+    output, logsumexp = attention(*tensors, *(tensor.cuda() for tensor in case.captured))
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(6)).to(output.dtype)
     grads = torch.autograd.grad((output * weight.cuda()).sum() + logsumexp.sum(), tensors)
     inputs = [tensor.detach().double().requires_grad_() for tensor in case.inputs()]

@@ -16,7 +16,8 @@ from flexgen.lowered import Lowered
 from flexgen.lowering.gluon_hopper.backward_plan import GluonBackwardPlan
 from flexgen.lowering.gluon_hopper.plan import GluonPlan
 from flexgen.runtime.describe import Launch
-from flexgen.runtime.kernel import module_of, program_count
+from flexgen.runtime.kernel import program_count
+from flexgen.runtime.load import module_of
 
 if TYPE_CHECKING:
     from flexgen.runtime.build import Binary
@@ -208,19 +209,3 @@ def test_a_module_with_hopper_kernels_is_for_hopper_alone(tmp_path: Path) -> Non
     module = load(path)
     with pytest.raises(module.NotCompiledFor, match=r"(?s)on cpu.*sm_90, with its own instructions"):
         module.attention(*CASES["default"].inputs())
-
-
-def test_a_package_of_machine_code_has_plain_kernels() -> None:
-    """Its loader makes no descriptors: it is lowered with plain Triton in the directions that Hopper's would serve."""
-    from flexgen.export import lower_plain
-
-    case = CASES["default"]
-
-    def lower(options: flexgen.Options) -> Lowered:
-        return flexgen.compile(case.score_mod, case.mask_mod, options).lower(*case.inputs(), target="sm_90")
-
-    lowered = lower_plain(flexgen.Options(), lower)
-    assert lowered.backward is not None
-    plans = [lowered.plan, *(plan for _, plan in lowered.backward.passes.values())]
-    assert isinstance(lower(flexgen.Options()).plan, GluonPlan)
-    assert not any(isinstance(plan, GluonPlan | GluonBackwardPlan) for plan in plans)

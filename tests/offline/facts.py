@@ -9,7 +9,7 @@ from flexgen.lowering.facts import Tier
 from flexgen.lowering.targets import Target
 from flexgen.lowering.triton.plan import ForwardPlan
 from flexgen.runtime.build import Binary, compile_entry
-from flexgen.runtime.kernel import module_of
+from flexgen.runtime.load import module_of
 
 # The matrix instruction of a target in its assembly, and the rows of a tile from which Triton uses it.
 MATRIX_INSTRUCTIONS = {

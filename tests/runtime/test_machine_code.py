@@ -10,7 +10,7 @@ from flexgen.lowered import Lowered
 from flexgen.lowering.occupancy import Occupancy, occupancy
 from flexgen.lowering.targets import TARGETS
 from flexgen.runtime.build import compile_entry
-from flexgen.runtime.kernel import module_of
+from flexgen.runtime.load import module_of
 from flexgen.runtime.machine_code import (
     EXPONENTIAL,
     LOAD,

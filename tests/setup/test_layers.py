@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "flexgen"
 
 # A module may import from its own layer and from those above it in this list.
 LAYERS = (
-    {"errors", "option_docs", "options", "problem"},
+    {"collector", "errors", "option_docs", "options", "problem"},
     {"ir"},
     {"capture"},
     {"lowering"},

@@ -15,7 +15,7 @@ from flexgen.cli import main
 
 PACKAGE = Path(__file__).parents[2] / "flexgen"
 # What may write to a stream: the command line; and processes whose answers are messages to their parent.
-WRITERS = {"cli.py", "__main__.py", "commands", "tuning/worker.py", "fuzzing/worker.py"}
+WRITERS = {"cli.py", "__main__.py", "commands", "runtime/compile_worker.py", "fuzzing/worker.py"}
 LIBRARY = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -16,7 +16,7 @@ from flexgen.lowered import Lowered
 from flexgen.lowering.triton_decode.plan import DecodePlan
 from flexgen.runtime.timing import Contender
 from flexgen.tuning import tune as tuning
-from flexgen.tuning.compile_pool import CompilePool
+from flexgen.tuning.cost_pool import cost_pool
 from flexgen.tuning.kernel_bench import KernelBench
 from flexgen.tuning.search import Pruned
 from flexgen.tuning.space import Group, groups, why_pruned
@@ -94,7 +94,7 @@ class TestSpace:
 
 def offline(direction="forward", target="sm_80") -> KernelBench:
     query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, device="meta")
-    return KernelBench(make, (query, query, query), direction, CompilePool(2), target)
+    return KernelBench(make, (query, query, query), direction, cost_pool(2), target)
 
 
 class TestBench:
@@ -112,13 +112,13 @@ class TestBench:
     def test_splits_of_a_decode_are_part_of_the_digest(self):
         query = torch.empty(1, 2, 1, 16, dtype=torch.bfloat16, device="meta")
         key = torch.empty(1, 2, 512, 16, dtype=torch.bfloat16, device="meta")
-        bench = KernelBench(make, (query, key, key), "forward", CompilePool(1), "sm_80")
+        bench = KernelBench(make, (query, key, key), "forward", cost_pool(1), "sm_80")
         assert len({bench.lower(settings) for settings in ({}, {"SPLIT_KV": 2}, {"SPLIT_KV": 3})}) == 3
 
     @needs_triton
     def test_kernels_are_compiled_in_other_processes_and_failures_are_told(self):
         query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, device="meta")
-        with CompilePool(1) as pool:
+        with cost_pool(1) as pool:
             bench = KernelBench(make, (query, query, query), "forward", pool, "sm_80")
             settings = {"fwd_BLOCK_N": 16, "fwd_num_stages": 1}
             ((number, costs),) = bench.compile([settings])
@@ -135,7 +135,7 @@ class TestBench:
     @needs_triton
     def test_a_process_that_dies_fails_its_job_alone(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        with CompilePool(1) as pool:
+        with cost_pool(1) as pool:
             ((_, why),) = pool.compile([lowered("sm_80").compile_job()])
         assert isinstance(why, str) and "the compiling process ended" in why
 

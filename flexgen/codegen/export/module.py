@@ -139,7 +139,7 @@ class _ModuleText:
         self.tables = self._own_tables()
         self.merged = merge(self._modules())
         written = {name for section in self.merged.sections for name in section.names.values()}
-        self.names = HostNames.of(exported.mods, written)
+        self.names = HostNames.of(exported.mods, written, packed=exported.packed)
         self.sections = {section.module.prefix: section for section in self.merged.sections}
 
     def text(self) -> str:
@@ -217,8 +217,10 @@ class _ModuleText:
         packed = self.exported.packed
         lines = {"import torch", *(() if packed else ("import triton", *self.merged.imports))}
         lines |= {"from torch.autograd.function import once_differentiable"} if self.backward else set()
-        lines |= set(_DESCRIBING) if self._element_types() else set()
-        own = ["", "from .loader import Kernel, NotCompiledFor, cdiv"] if packed else []
+        describes = bool(self._element_types())
+        lines |= set(_DESCRIBING) if describes and not packed else set()
+        names = [*["Described"] * describes, "Kernel", "NotCompiledFor", "cdiv"]
+        own = ["", f"from .loader import {', '.join(names)}"] if packed else []
         return sorted(lines, key=lambda line: (line.startswith("from"), line)) + own
 
     def _element_types(self) -> dict[str, str]:

@@ -40,13 +40,15 @@ class HostNames:
 
     Attributes:
         buffers, scalars: by the mods' own names.
+        packed: the kernels are machine code, which holds the tiles that descriptors are of.
     """
 
     buffers: Mapping[str, str]
     scalars: Mapping[str, str]
+    packed: bool = False
 
     @classmethod
-    def of(cls, mods: Mods, written: Iterable[str]) -> HostNames:
+    def of(cls, mods: Mods, written: Iterable[str], *, packed: bool) -> HostNames:
         """Return names that differ from the module's own.
 
         Args:
@@ -63,6 +65,7 @@ class HostNames:
         return cls(
             {buffer.name: found[buffer.name] for buffer in mods.buffers},
             {scalar.name: found[scalar.name] for scalar in mods.scalars},
+            packed,
         )
 
     @property
@@ -80,7 +83,7 @@ class HostNames:
             case Role.SPLITS:
                 return "splits"
             case Role.DESCRIPTOR:
-                return f"describe({arg.of}, [{_block_of(arg)}])"
+                return f"describe({arg.of})" if self.packed else f"describe({arg.of}, [{_block_of(arg)}])"
             case Role.TENSOR_STRIDE | Role.TABLE_STRIDE | Role.SIDE_STRIDE:
                 return f"{arg.of}.stride({arg.dim})"
             case Role.TABLE_SIZE:
