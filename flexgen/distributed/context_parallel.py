@@ -16,14 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from flexgen.attention import Attention
 from flexgen.aux_outputs import AuxRequest, aux_output, read_aux_request
 from flexgen.capture.live import Captured, Reading
-from flexgen.distributed.assignment import NAMES, Assignment, assignment_named, check_cut
+from flexgen.distributed.assignment import Assignment, assignment_named, check_cut
 from flexgen.distributed.checks import check_is_plain, check_made_of, refuse_others
 from flexgen.distributed.exchange import Exchange
 from flexgen.distributed.offsets import ShiftedMods
-from flexgen.distributed.plan import ContextPlan, choose_plan, make_plan
-from flexgen.distributed.ring import RingCall, run_ring
+from flexgen.distributed.plan import ContextPlan, Step, make_plan
+from flexgen.distributed.ring import run_ring
+from flexgen.distributed.ring_call import RingCall
 from flexgen.distributed.whole_mask import Extent, WholeMask
-from flexgen.errors import OptionError, UnsupportedProblemError
+from flexgen.errors import UnsupportedProblemError
 from flexgen.pipeline import Understood, has_tail
 from flexgen.runtime.derived_table import MaskValues
 from flexgen.runtime.describe import check_tensors, to_bhsd
@@ -37,11 +38,12 @@ _SEQUENCE_DIMS = {"bhsd": 2, "bshd": 1}
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A plan, and what it was made for."""
+    """A plan, what it was made for, and this rank's part of it."""
 
     captured: Captured
     values: MaskValues
     plan: ContextPlan
+    steps: tuple[Step, ...]
 
 
 class ContextParallel:
@@ -116,8 +118,9 @@ class ContextParallel:
         reading = self.attention.read(*tensors)
         views = tuple(to_bhsd(tensor, self._layout) for tensor in tensors)
         understood = self.attention.understand(reading)
-        plan = self._plan(understood, reading, *views)
-        outputs = run_ring(self._call(understood, reading, plan, scale, aux, views[0]), views, self._shared(reading))
+        kept = self._plan(understood, reading, *views)
+        call = self._call(understood, reading, kept, scale, aux, views[0])
+        outputs = run_ring(call, views, self._shared(reading))
         if sinks is not None:
             check_sinks(sinks, query, views[0].shape[1])
             shared = self._exchange.with_summed_gradient(sinks)
@@ -170,7 +173,7 @@ class ContextParallel:
         tensors = self._checked(query, key, value)
         reading = self.attention.read(*tensors)
         views = (to_bhsd(tensor, self._layout) for tensor in tensors)
-        return self._plan(self.attention.understand(reading), reading, *views)
+        return self._plan(self.attention.understand(reading), reading, *views).plan
 
     # A call.
 
@@ -203,7 +206,7 @@ class ContextParallel:
         self,
         understood: Understood,
         reading: Reading,
-        plan: ContextPlan,
+        kept: _Kept,
         scale: float | None,
         aux: AuxRequest,
         query: Tensor,
@@ -217,22 +220,24 @@ class ContextParallel:
         def begin_at(q_start: int, kv_start: int) -> Reading:
             return own.reading(reading, q_start, kv_start)
 
-        return RingCall(self._kernels, begin_at, plan, self.rank, self._exchange, scale, aux.max_scores, tail)
+        part = (kept.plan, self.rank, kept.steps)
+        return RingCall(self._kernels, begin_at, *part, self._exchange, scale, aux.max_scores, tail)
 
-    def _plan(self, understood: Understood, reading: Reading, query: Tensor, key: Tensor, value: Tensor) -> ContextPlan:
+    def _plan(self, understood: Understood, reading: Reading, query: Tensor, key: Tensor, value: Tensor) -> _Kept:
         """Return the plan of a call, made once for what it depends on, and then compared with the other ranks'."""
-        extent = _extent(query, key, value, self.assignment.ranks)
+        extent = Extent.of(query, key, value, self.assignment.ranks)
         tensors, scalars = _mask_values(reading)
         key_of_plan = (id(reading.captured), extent, tuple(map(id, tensors)), tuple(scalars))
         kept = self._plans.get(key_of_plan)
         if kept is None or kept.captured is not reading.captured or not _holds(kept.values, tensors, scalars):
             plan = make_plan(WholeMask.of(understood, reading, extent), extent, self.assignment)
             self._agree(plan, query.device)
-            kept = self._plans[key_of_plan] = _Kept(reading.captured, MaskValues(tensors, scalars), plan)
+            values, steps = MaskValues(tensors, scalars), plan.steps(self.rank)
+            kept = self._plans[key_of_plan] = _Kept(reading.captured, values, plan, steps)
         self._plans.move_to_end(key_of_plan)
         if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
-        return kept.plan
+        return kept
 
     def _agree(self, plan: ContextPlan, device: torch.device) -> None:
         """Compare the plan with the other ranks'; also lets all of them take part in the group's first message."""
@@ -243,14 +248,6 @@ class ContextParallel:
                 "for messages that another does not send",
                 fix="call with shards of equal shape, and broadcast what the mask captures from one rank",
             )
-
-
-def _extent(query: Tensor, key: Tensor, value: Tensor, ranks: int) -> Extent:
-    """Return the sizes of the whole of which each rank has these, in [B, H, L, D] order."""
-    batch, heads, rows, head_dim = query.shape
-    keys = key.shape[2]
-    sizes = (heads, key.shape[1], rows * ranks, keys * ranks, head_dim, value.shape[3])
-    return Extent(batch, max(key.shape[0], value.shape[0]), *sizes, query.dtype)
 
 
 def _mask_values(reading: Reading) -> tuple[list[Tensor], list[int | float]]:
@@ -284,30 +281,3 @@ def context_parallel(attn: Attention, mesh: DeviceMesh, *, assignment: str = "he
         OptionError: there is no such assignment.
     """
     return ContextParallel(attn, mesh, assignment)
-
-
-def plan_context_parallel(
-    attn: Attention, query: Tensor, key: Tensor, value: Tensor, *, ranks: int, assignment: str | None = None
-) -> ContextPlan:
-    """Return who would compute and send what, for any number of ranks, without any process.
-
-    Args:
-        attn: what `flexgen.compile` returned.
-        query, key, value: of the whole sequence, as for `attn`; only shapes and dtypes matter: meta tensors will do.
-        ranks: how many there would be.
-        assignment: as for `context_parallel`. None for that which gives the rank with the most work less of it; where
-            both give about the same, for that which sends less.
-
-    Raises:
-        UnsupportedProblemError: the sequence cannot be cut in equal chunks.
-    """
-    if type(ranks) is not int or ranks < 1:
-        raise OptionError(f"ranks={ranks!r} is no number of ranks", fix="pass a positive int")
-    layout = attn.options.layout
-    check_tensors(query, key, value, layout)
-    reading = attn.read(query, key, value)
-    views = [to_bhsd(tensor, layout) for tensor in (query, key, value)]
-    extent = _extent(views[0], views[1], views[2], ranks=1)
-    mask = WholeMask.of(attn.understand(reading), reading, extent)
-    names = NAMES if assignment is None else (assignment,)
-    return choose_plan(mask, extent, [assignment_named(name, ranks) for name in names])

@@ -1,99 +1,200 @@
-"""Adds up attention over parts of the keys: each part's output weighs as much as its sum of exponentials."""
+"""Adds up what kernels return for parts of a chunk's rows: outputs by their sums of exponentials, gradients plainly.
+
+Rows that one part alone has are taken as the kernel wrote them. Only those that several parts have are added up, in
+float32: with a window that is its width at a border, and the rest of a long chunk is not even copied.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from flexgen.distributed.plan import Span
+from flexgen.runtime.outputs import dense_strides, memory_order
 
-class MergedRows:
-    """The results of the queries of one chunk, of which parts arrive one after the other.
+Part = Mapping[str, Tensor]  # "output" [B, H, n, D]; "logsumexp", perhaps "logsumexp_tail" and "max_scores" [B, H, n]
 
-    While a single part covers all rows, its output is kept as the kernel wrote it. Else outputs are added up in float32
-    (of float64 in float64); so are logsumexps, or in float64 where kernels give them in two numbers.
 
-    Args:
-        rows: how many queries.
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """How parts cover rows [0, rows).
+
+    Attributes:
+        rows: how many there are.
+        shared: the range that rows of several parts span.
+        is_whole: every row is in a part.
     """
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._output: Tensor | None = None
-        self._logsumexp: Tensor | None = None
-        self._max_scores: Tensor | None = None
-        self._is_single = False
+    rows: int
+    shared: Span
+    is_whole: bool
 
-    def add(self, start: int, part: Mapping[str, Tensor]) -> None:
-        """Add what a kernel returned.
+    @classmethod
+    def of(cls, rows: int, parts: Sequence[Span]) -> Cover:
+        """Count the parts of each row; a part may be there twice."""
+        ends = sorted({0, rows, *(end for part in parts for end in (part.start, part.stop))})
+        between = [Span(start, stop) for start, stop in itertools.pairwise(ends)]
+        counts = [sum(part.start <= span.start and span.stop <= part.stop for part in parts) for span in between]
+        shared = [span for span, count in zip(between, counts, strict=True) if count > 1]
+        hull = Span(shared[0].start, shared[-1].stop) if shared else Span(0, 0)
+        return cls(rows, hull, 0 not in counts)
 
-        Args:
-            start: which of the rows is the part's first.
-            part: "output" [B, Hq, n, Dv] and "logsumexp" [B, Hq, n]; perhaps "logsumexp_tail" and "max_scores".
-        """
-        output, logsumexp = part["output"], _whole_logsumexp(part)
-        if self._output is None and output.shape[2] == self._rows:
-            self._output, self._logsumexp, self._max_scores = output, logsumexp, part.get("max_scores")
-            self._is_single = True
+    def in_shared(self, part: Span) -> Span:
+        """Return what of a part lies in the shared range; it may be empty."""
+        start = max(part.start, self.shared.start)
+        return Span(start, max(start, min(part.stop, self.shared.stop)))
+
+
+class RowSums:
+    """A sum of gradients of a chunk's rows.
+
+    Args:
+        cover: of all parts that will be added.
+        dtype: of sums.
+    """
+
+    def __init__(self, cover: Cover, dtype: torch.dtype) -> None:
+        self._cover, self._dtype = cover, dtype
+        self._apart: list[tuple[Span, Tensor]] = []
+        self._sum: Tensor | None = None
+
+    def add(self, start: int, part: Tensor) -> None:
+        """Add the gradient [B, H, n, D] of rows from `start` on."""
+        rows = Span(start, start + part.shape[2])
+        common, shared = self._cover.in_shared(rows), self._cover.shared
+        if common.rows < rows.rows:
+            self._apart.append((rows, part))
+        if not common.rows:
             return
-        self._make_room(part)
-        assert self._output is not None and self._logsumexp is not None
-        rows = slice(start, start + output.shape[2])
-        before, own = self._logsumexp[:, :, rows], self._output[:, :, rows]
-        after = torch.logaddexp(before, logsumexp)
-        own.mul_(_weight(before, after, own)).addcmul_(output, _weight(logsumexp, after, own))
+        if self._sum is None:
+            self._sum = _room(part, shared.rows, self._dtype).zero_()
+        _rows(self._sum, common, shared.start).add_(_rows(part, common, start))
+
+    def total(self, like: Tensor) -> Tensor:
+        """Return the sum, in the dtype of `like`, whose batch, heads and columns it has too."""
+        return _joined(self._cover, self._apart, self._sum, like, 0.0)
+
+
+class MergedRows:
+    """The results of a chunk's queries, each part weighted by its sum of exponentials.
+
+    Where kernels give the logsumexp in two numbers, float64 holds both.
+
+    Args:
+        cover: of all parts that will be added.
+    """
+
+    def __init__(self, cover: Cover) -> None:
+        self._cover = cover
+        self._apart: list[tuple[Span, Part]] = []
+        self._merged: dict[str, Tensor] = {}
+
+    def add(self, start: int, outputs: Part) -> None:
+        """Add what a kernel returned for rows from `start` on."""
+        part = _with_whole_logsumexp(outputs)
+        rows = Span(start, start + part["output"].shape[2])
+        common, shared = self._cover.in_shared(rows), self._cover.shared
+        if common.rows < rows.rows:
+            self._apart.append((rows, part))
+        if not common.rows:
+            return
+        if not self._merged:
+            self._merged = _nothing(part, shared.rows, outputs["logsumexp"].dtype)
+        merged = {name: _rows(tensor, common, shared.start) for name, tensor in self._merged.items()}
+        own = {name: _rows(tensor, common, start) for name, tensor in part.items()}
+        before = merged["logsumexp"]
+        after = torch.logaddexp(before, own["logsumexp"])
+        output = merged["output"]
+        weight = _weight(own["logsumexp"], after, output)
+        output.mul_(_weight(before, after, output)).addcmul_(own["output"], weight)
         before.copy_(after)
-        if self._max_scores is not None:
-            largest = self._max_scores[:, :, rows]
-            largest.copy_(torch.maximum(largest, part["max_scores"]))
+        if "max_scores" in merged:
+            torch.maximum(merged["max_scores"], own["max_scores"], out=merged["max_scores"])
 
-    def _make_room(self, part: Mapping[str, Tensor]) -> None:
-        """Make sums of all rows, that may be written to."""
-        accumulator = part["logsumexp"].dtype
-        if self._is_single:
-            assert self._output is not None
-            self._output, self._is_single = self._output.to(accumulator), False
-        if self._output is not None:
-            return
-        batch, heads, _, columns = part["output"].shape
-        self._output = part["output"].new_zeros((batch, heads, self._rows, columns), dtype=accumulator)
-        self._logsumexp = _nothing(_whole_logsumexp(part), self._rows)
-        if "max_scores" in part:
-            self._max_scores = _nothing(part["max_scores"], self._rows)
-
-    def write(self, outputs: Mapping[str, Tensor], start: int) -> None:
-        """Write the results into those of a rank.
-
-        Args:
-            outputs: "output", "logsumexp", and perhaps "logsumexp_tail" and "max_scores", of all rows of a rank.
-            start: which row of the rank's is the first of these.
-        """
-        rows = slice(start, start + self._rows)
-        if self._output is None or self._logsumexp is None:  # no query sees a key
-            outputs["output"][:, :, rows].zero_()
-            for name in outputs.keys() & {"logsumexp", "max_scores"}:
-                outputs[name][:, :, rows].fill_(float("-inf"))
-            return
-        outputs["output"][:, :, rows].copy_(self._output)
-        outputs["logsumexp"][:, :, rows].copy_(self._logsumexp)
-        if "logsumexp_tail" in outputs:
-            rounded = outputs["logsumexp"][:, :, rows]
-            tail = torch.where(self._logsumexp.isinf(), 0.0, self._logsumexp - rounded)
-            outputs["logsumexp_tail"][:, :, rows].copy_(tail)
-        if self._max_scores is not None:
-            outputs["max_scores"][:, :, rows].copy_(self._max_scores)
+    def total(self, like: Part) -> dict[str, Tensor]:
+        """Return the results, in dtypes, batch, heads and columns of `like`, of which only these matter."""
+        totals = {}
+        for name, tensor in like.items():
+            if name == "logsumexp_tail":
+                continue
+            apart = [(rows, part[name]) for rows, part in self._apart]
+            fill = 0.0 if name == "output" else float("-inf")
+            as_whole = tensor.double() if name == "logsumexp" and "logsumexp_tail" in like else tensor
+            totals[name] = _joined(self._cover, apart, self._merged.get(name), as_whole, fill)
+        if "logsumexp_tail" in like:
+            totals |= _in_two(totals["logsumexp"], like["logsumexp"].dtype)
+        return totals
 
 
-def _whole_logsumexp(part: Mapping[str, Tensor]) -> Tensor:
-    """Return the logsumexp, in float64 where a part of it was too small for the first number."""
+def joined(chunks: Sequence[Tensor]) -> Tensor:
+    """Return the chunks' rows one behind the other, in the memory order of the first."""
+    if len(chunks) == 1:
+        return chunks[0]
+    first = chunks[0]
+    whole = _room(first, sum(chunk.shape[2] for chunk in chunks), first.dtype)
+    start = 0
+    for chunk in chunks:
+        whole[:, :, start : start + chunk.shape[2]].copy_(chunk)
+        start += chunk.shape[2]
+    return whole
+
+
+def _joined(
+    cover: Cover, apart: Sequence[tuple[Span, Tensor]], shared: Tensor | None, like: Tensor, fill: float
+) -> Tensor:
+    """Return all rows: those of single parts, those that were added up, and `fill` where there is nothing."""
+    whole = next((part for rows, part in apart if rows.rows == cover.rows and part.dtype == like.dtype), None)
+    if whole is None:
+        whole = _room(apart[0][1] if apart else like, cover.rows, like.dtype)
+        if not cover.is_whole:
+            whole.fill_(fill)
+        for rows, part in apart:
+            whole[:, :, rows.start : rows.stop].copy_(part)
+    if shared is not None:
+        whole[:, :, cover.shared.start : cover.shared.stop].copy_(shared)
+    return whole
+
+
+def _rows(tensor: Tensor, rows: Span, first: int) -> Tensor:
+    """Return some rows of a tensor whose first one is `first`."""
+    return tensor[:, :, rows.start - first : rows.stop - first]
+
+
+def _room(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Return room for rows, which lie in memory as those of another tensor do, columns innermost."""
+    shape = (*like.shape[:2], rows, *like.shape[3:])
+    if len(shape) == 3:
+        return like.new_empty(shape, dtype=dtype)
+    order = [*(dim for dim in memory_order(like) if dim != 3), 3]
+    return like.new_empty_strided(shape, dense_strides(shape, order), dtype=dtype)
+
+
+def _with_whole_logsumexp(part: Part) -> Part:
     tail = part.get("logsumexp_tail")
-    return part["logsumexp"] if tail is None else part["logsumexp"].double() + tail.double()
+    if tail is None:
+        return part
+    return {name: tensor for name, tensor in part.items() if name != "logsumexp_tail"} | {
+        "logsumexp": part["logsumexp"].double() + tail.double()
+    }
 
 
-def _nothing(like: Tensor, rows: int) -> Tensor:
-    """Return what there is before any key: -inf in each row."""
-    return like.new_full((*like.shape[:2], rows), float("-inf"))
+def _in_two(logsumexp: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a logsumexp of float64 as a narrower number and what rounding took from it."""
+    rounded = logsumexp.to(dtype)
+    tail = torch.where(logsumexp.isinf(), 0.0, logsumexp - rounded)
+    return {"logsumexp": rounded, "logsumexp_tail": tail.to(dtype)}
+
+
+def _nothing(part: Part, rows: int, accumulator: torch.dtype) -> dict[str, Tensor]:
+    """Return what there is before any key."""
+    found = {"output": _room(part["output"], rows, accumulator).zero_()}
+    for name in part.keys() - {"output"}:
+        found[name] = _room(part[name], rows, part[name].dtype).fill_(float("-inf"))
+    return found
 
 
 def _weight(part: Tensor, total: Tensor, output: Tensor) -> Tensor:

@@ -68,6 +68,24 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """What a rank does at one distance.
+
+    Attributes:
+        owner: the rank whose keys it reads; itself at distance 0.
+        reader: the rank that reads its own.
+        blocks: what it computes.
+        wanted, given: what it receives of the owner and sends to the reader; nothing at distance 0.
+    """
+
+    owner: int
+    reader: int
+    blocks: tuple[Block, ...]
+    wanted: tuple[Piece, ...]
+    given: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlan:
     """What one rank holds, sends and computes.
 
@@ -157,6 +175,15 @@ class ContextPlan:
                 found.append(Piece(chunk, hull))
         return tuple(found)
 
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """Return what a rank does at each distance, 0 first; all ranks have the same distances."""
+        found = [Step(rank, rank, self.blocks(rank, rank), (), ())]
+        for distance in self.distances:
+            owner, reader = (rank - distance) % self.ranks, (rank + distance) % self.ranks
+            pieces = self.pieces(rank, owner), self.pieces(reader, rank)
+            found.append(Step(owner, reader, self.blocks(rank, owner), *pieces))
+        return tuple(found)
+
     def of_rank(self, rank: int) -> RankPlan:
         """Return what a rank holds, sends and computes."""
         chunks = self.assignment.of_rank(rank)
@@ -217,21 +244,19 @@ def make_plan(mask: WholeMask, extent: Extent, assignment: Assignment) -> Contex
     return ContextPlan(assignment, extent, boxes, _rows(boxes, held), tuple(pairs))
 
 
-def choose_plan(mask: WholeMask, extent: Extent, assignments: Sequence[Assignment]) -> ContextPlan:
-    """Return the plan whose rank with the most work has the least of it; of about equal ones, that which sends less.
-
-    Raises:
-        UnsupportedProblemError: the sequence cannot be cut in equal chunks.
-    """
-    plans = [make_plan(mask, extent, assignment) for assignment in assignments]
+def choose_plan(plans: Sequence[ContextPlan]) -> ContextPlan:
+    """Return the plan whose rank with the most work has the least of it; of about equal ones, that which sends less."""
     least = min(max(plan.pairs) for plan in plans)
     even = [plan for plan in plans if max(plan.pairs) <= least * ABOUT_EQUAL]
-    chosen = min(even, key=lambda plan: int(plan.rows.sum()))
+    chosen = min(even, key=lambda plan: (int(plan.rows.sum()), plan.assignment.chunks))
     others = [f"{one.imbalance:.2f} with {one.assignment.name}" for one in plans if one is not chosen]
     if not others:
         return chosen
-    work = f"the rank with the most work has {chosen.imbalance:.2f} of the mean, {', '.join(others)}"
-    return dataclasses.replace(chosen, because=work if len(even) == 1 else f"{work}; it sends less")
+    because = f"the rank with the most work has {chosen.imbalance:.2f} of the mean, {', '.join(others)}"
+    if len(even) > 1:
+        sends_less = any(int(one.rows.sum()) > int(chosen.rows.sum()) for one in even)
+        because += "; it sends less" if sends_less else "; it takes fewer calls"
+    return dataclasses.replace(chosen, because=because)
 
 
 def _rows(boxes: LiveBoxes, held: Tensor) -> Tensor:

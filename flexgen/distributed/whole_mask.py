@@ -40,6 +40,14 @@ class Extent:
     v_head_dim: int
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, ranks: int = 1) -> Extent:
+        """Return the sizes of the whole of which each rank has these, in [B, H, L, D] order."""
+        batch, q_heads, queries, head_dim = query.shape
+        kv_batch = max(key.shape[0], value.shape[0])
+        heads, lengths = (q_heads, key.shape[1]), (queries * ranks, key.shape[2] * ranks)
+        return cls(batch, kv_batch, *heads, *lengths, head_dim, value.shape[3], query.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class WholeMask:

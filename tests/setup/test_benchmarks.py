@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from benchmarks import memory, train_gpt
+from benchmarks import context_parallel, memory, train_gpt
 from benchmarks.memory import Memory, Row
 
 ABOUT = {"device": "a GPU", "date": "2026-12-01"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("benchmark", [memory, train_gpt], ids=["memory", "train_gpt"])
+@pytest.mark.parametrize("benchmark", [memory, train_gpt, context_parallel], ids=["memory", "train_gpt", "context"])
 def test_without_a_gpu_a_benchmark_leaves_with_the_reason(benchmark, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmark"])
     with pytest.raises(SystemExit, match="measures on a CUDA device, and torch finds none"):
@@ -32,3 +38,36 @@ def test_curves_are_shown_step_by_step():
     assert "Largest difference of the losses: 0.25000." in lines
     assert lines[-1] == "| 1 | 1.50000 | 1.75000 | -0.25000 |"
     assert train_gpt.largest_difference([1.0], [float("nan")]) == float("inf")
+
+
+def shared_row(**changes) -> context_parallel.Row:
+    row = {"case": "causal", "direction": "forward", "ranks": 2, "assignment": "head-tail", "length": 1024}
+    row |= {"head_dim": 128, "one_ms": 2.0, "shared_ms": 1.0, "live_pairs": 10**9, "received": 3_000_000}
+    return context_parallel.Row(**row, imbalance=1.0, distance=changes.get("distance", 0.001))
+
+
+def test_speed_of_several_gpus_is_told_for_each_of_them():
+    row = shared_row()
+    assert row.speedup == 2.0
+    assert row.tflops == pytest.approx(4 * 128 * 1e9 / 1e-3 / 2 / 1e12)
+    lines = context_parallel.report([row, shared_row(distance=0.5)], ABOUT).splitlines()
+    assert lines[-2] == "| causal | forward | 1024 | 128 | 2 | head-tail | 2.000 | 1.000 | 2.00 | 256 | 3.0 | 1.0e-03 |"
+    assert lines[-1].endswith("| 5.0e-01 WRONG |")
+    assert {line.count("|") for line in lines[-4:]} == {13}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="running kernels needs triton")
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_sharing_a_sequence_is_timed_on_two_processes(tmp_path: Path):
+    """Over gloo, in the interpreter: what it times is of no interest, that results are compared is."""
+    sizes = ["--length=128", "--heads=1", "--head-dim=16", "--window=20", "--rounds=1", "--ranks=2"]
+    program = [sys.executable, "-m", "benchmarks.context_parallel", "--device", "cpu", *sizes, "--out", str(tmp_path)]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads((tmp_path / "context_parallel.json").read_text())["rows"]
+    assert [(row["case"], row["direction"]) for row in rows] == [
+        (case, direction) for case in ("causal", "window 20") for direction in ("forward", "backward")
+    ]
+    assert rows[0]["assignment"] == "head-tail"
+    assert all(0 < row["distance"] < 1e-5 and row["one_ms"] > 0 < row["shared_ms"] for row in rows)
+    assert (tmp_path / "context_parallel.md").read_text() in ran.stdout

@@ -118,6 +118,7 @@ CASES = {
     "per batch and head, one batch of keys": Case(with_mask(per_batch_and_head), batch=2, kv_batch=1),
     "no interval, other lengths of keys": Case(with_mask(prefix_and_stripes), kv_length=32),
     "bfloat16": Case(with_mask(causal), dtype=torch.bfloat16),
+    "bfloat16, learned bias": Case(capped_bias, dtype=torch.bfloat16),
     "float64": Case(with_mask(causal), dtype=torch.float64),
 }
 

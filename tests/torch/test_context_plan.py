@@ -180,6 +180,9 @@ def test_the_choice_follows_the_predicted_work():
     window = planned(mods.window, 8, None, 4096, 4096)
     assert window.assignment.name == "contiguous"
     assert window.because.endswith("; it sends less")
+    full = planned(None, 8, None, 4096, 4096)
+    assert full.assignment.name == "contiguous"
+    assert full.because.endswith("; it takes fewer calls")
     assert planned(mods.causal, 8, "contiguous", 4096, 4096).because == "asked for"
 
 
