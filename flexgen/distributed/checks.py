@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flexgen.attention import Attention
+from flexgen.distributed.planning import check_attention
 from flexgen.errors import OptionError, ProblemTypeError, UnsupportedProblemError
 from flexgen.torch_library.distributed import PLAIN, is_distributed
 
@@ -43,11 +43,7 @@ _REFUSED = {
 
 def check_made_of(attention: Any, mesh: Any) -> None:
     """Refuse what is no attention that runs over ranks, or no mesh of one dimension."""
-    if not isinstance(attention, Attention):
-        raise ProblemTypeError(
-            f"context_parallel got {type(attention).__name__}, not an Attention",
-            fix="pass what flexgen.compile returns",
-        )
+    check_attention("context_parallel", attention)
     if not isinstance(mesh, DeviceMesh):
         raise ProblemTypeError(
             f"mesh is {type(mesh).__name__}, not a DeviceMesh",

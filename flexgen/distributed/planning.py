@@ -8,7 +8,7 @@ from flexgen.attention import Attention
 from flexgen.distributed.assignment import NAMES, assignment_named
 from flexgen.distributed.plan import ContextPlan, choose_plan, make_plan
 from flexgen.distributed.whole_mask import Extent, WholeMask
-from flexgen.errors import OptionError
+from flexgen.errors import OptionError, ProblemTypeError
 from flexgen.runtime.describe import check_tensors, to_bhsd
 
 
@@ -28,10 +28,19 @@ def plan_context_parallel(
         UnsupportedProblemError: the sequence cannot be cut in equal chunks.
         OptionError: there is no such assignment, or number of ranks.
     """
+    check_attention("plan_context_parallel", attn)
     if type(ranks) is not int or ranks < 1:
         raise OptionError(f"ranks={ranks!r} is no number of ranks", fix="pass a positive int")
     names = NAMES if assignment is None else (assignment,)
     return choose_plan([_planned(attn, (query, key, value), ranks, name) for name in names])
+
+
+def check_attention(function: str, attention: object) -> None:
+    """Refuse what is no Attention."""
+    if not isinstance(attention, Attention):
+        raise ProblemTypeError(
+            f"{function} got {type(attention).__name__}, not an Attention", fix="pass what flexgen.compile returns"
+        )
 
 
 def _planned(attn: Attention, tensors: tuple[Tensor, Tensor, Tensor], ranks: int, name: str) -> ContextPlan:

@@ -82,7 +82,8 @@ class WholeMask:
             mask, facts = None, analyse_mask(None)
         named = dict(zip((buffer.name for buffer in declared.buffers), reading.buffers, strict=True))
         buffers = {buffer.name: named[buffer.name].detach() for buffer in mask.buffers} if mask else {}
-        device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
+        devices = (buffer.device for buffer in buffers.values() if buffer.dim())  # numbers may lie on the host
+        device = next(devices, torch.device("cpu"))
         sizes = (extent.batch, extent.q_heads, extent.q_len, extent.kv_len)
         return cls(mask, facts, understood.rule, *sizes, buffers, scalars, device)
 

@@ -26,11 +26,11 @@ def shift_by_scalars(mods: Mods, origins: Origins, scalars: Mapping[str, str]) -
 
     Args:
         scalars: by name of an input ("q_idx", "kv_idx"), the name of the run-time scalar that is added to it; a mod
-            gets those whose input it reads.
+            gets those whose input it reads. One name may serve both.
     """
     starts = {name: make("scalar", attr=scalar, dtype=torch.int64) for name, scalar in scalars.items()}
     shifted, origins = _shifted(mods, origins, starts)
-    declared = [Scalar(name, torch.int64) for name in scalars.values()]
+    declared = [Scalar(name, torch.int64) for name in dict.fromkeys(scalars.values())]
     return Mods(_declaring(shifted.score, declared), _declaring(shifted.mask, declared)), origins
 
 

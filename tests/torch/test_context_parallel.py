@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import flexgen
 from flexgen.distributed import plan as plans
+from flexgen.distributed.exchange import Pending
 from tests.torch import context_cases
 from tests.torch.context_cases import CASES, compile_case, results
 from tests.torch.models import assert_same
@@ -127,6 +129,42 @@ def check_messages_of_all_masks():
 
     forward, backward, _ = count_messages(block_diagonal, 1, 64)
     assert forward.sent == forward.received == backward.sent == backward.received == []
+
+
+def check_order():
+    """The next exchange is posted before the kernels of the present keys, and waited for after them."""
+    attention = flexgen.compile(mask_mod=context_cases.causal)
+    parallel = flexgen.context_parallel(attention, mesh())
+    tensors = [torch.ones(1, 1, 16, 16, requires_grad=True) for _ in range(3)]
+    parallel(*tensors)
+    happened = []
+
+    def noting(name, call):
+        def noted(*arguments, **keywords):
+            happened.append(name)
+            return call(*arguments, **keywords)
+
+        return noted
+
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", noting("post", dist.batch_isend_irecv)),
+        mock.patch.object(Pending, "wait", noting("wait", Pending.wait)),
+        mock.patch.object(attention, "run", noting("run", attention.run)),
+        mock.patch.object(attention, "gradients", noting("run", attention.gradients)),
+    ):
+        output = parallel(*tensors)
+        forward = [name for name, _ in itertools.groupby(happened)]
+        happened.clear()
+        output.sum().backward()
+    # Distances 0 to 3 are all live for each of the 4 ranks.
+    assert forward == ["post", "run", "wait", "post", "run", "wait", "post", "run", "wait", "run"]
+    # Gradients of distance 1 are posted after its kernels, and waited for after those of distance 2.
+    backward = ["post", "run", "wait", "post", "run", "post", "wait", "post", "run", "wait", "post", "wait", "run"]
+    assert [name for name, _ in itertools.groupby(happened)] == [*backward, "wait", "post", "wait"]
+
+
+def test_messages_travel_while_kernels_run(four_ranks):
+    four_ranks.run(check_order)
 
 
 def test_a_window_talks_to_neighbours_alone(four_ranks):

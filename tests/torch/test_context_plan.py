@@ -15,6 +15,7 @@ from torch import Tensor
 import flexgen
 from flexgen.distributed import plan as plans
 from flexgen.distributed.assignment import NAMES, Assignment
+from flexgen.distributed.offsets import ShiftedMods
 from flexgen.errors import OptionError, UnsupportedProblemError
 from flexgen.runtime.mask_evaluation import IndexBox, evaluate_mask
 from tests.torch import context_cases as mods
@@ -233,3 +234,33 @@ def test_sequences_that_cannot_be_cut():
         planned(mods.causal, 2, "zigzag")
     with pytest.raises(OptionError, match="ranks=0 is no number of ranks"):
         planned(mods.causal, 0, None)
+
+
+@pytest.mark.parametrize("mask", [mods.causal, mods.window], ids=["causal", "window"])
+def test_chunks_that_begin_together_are_known_as_well_as_the_whole(mask):
+    """What kernels are planned by: where distances alone matter, the number that is added to both indices cancels."""
+    attention = flexgen.compile(mask_mod=mask)
+    query = torch.empty(1, 1, 64, 16, device="meta")
+    whole = attention.read(query, query, query)
+    shifted = ShiftedMods.of(whole.captured)
+    together, apart = shifted.reading(whole, 32, 32), shifted.reading(whole, 32, 16)
+    assert (together.scalars, apart.scalars) == ((32,), (32, 16))
+    known, expected = attention.understand(together).facts, attention.understand(whole).facts
+    assert known.describe() == expected.describe()
+    assert "q_offset - kv_offset" in attention.understand(apart).facts.describe()
+    assert shifted.reading(whole, 16, 48).captured is apart.captured  # and its kernels
+
+
+def test_captured_names_are_not_taken():
+    q_offset = torch.arange(4)
+
+    def mask(b, h, q_idx, kv_idx):
+        return q_idx + q_offset[0] >= kv_idx
+
+    attention = flexgen.compile(mask_mod=mask)
+    query = torch.empty(1, 1, 64, 16, device="meta")
+    whole = attention.read(query, query, query)
+    assert [one.name for one in ShiftedMods.of(whole.captured).apart.captured.mods.scalars] == [
+        "q_offset_2",
+        "kv_offset",
+    ]
