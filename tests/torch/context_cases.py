@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import flexgen
 
 HEAD_DIM = 16
+CPU = torch.device("cpu")
 
 
 class Documents(nn.Module):
@@ -59,18 +60,22 @@ def prefix_and_stripes(b, h, q_idx, kv_idx):
     return (kv_idx < 3) | ((kv_idx % 5 == 0) & (q_idx >= kv_idx))
 
 
+MakeMods = Callable[[int, torch.device], tuple[Any, Any, list[Tensor]]]
+
+
 @dataclass(frozen=True)
 class Case:
     """A call to compare.
 
     Attributes:
-        mods: length -> (score_mod, mask_mod, tensors that are captured and require grad).
+        mods: (length, device) -> (score_mod, mask_mod, tensors that are captured and require grad).
         heads: of query, and of key and value.
         length: of the sequence; of the keys where they differ.
     """
 
-    mods: Callable[[int], tuple[Any, Any, list[Tensor]]]
+    mods: MakeMods
     heads: tuple[int, int] = (2, 2)
+    head_dim: int = HEAD_DIM
     batch: int = 1
     length: int = 64
     kv_length: int | None = None
@@ -79,7 +84,6 @@ class Case:
     assignment: str = "head-tail"
     sinks: bool = False
     dtype: torch.dtype = torch.float32
-    options: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
         """Return the whole query, key and value."""
@@ -87,23 +91,23 @@ class Case:
         (q_heads, kv_heads), kv_length = self.heads, self.kv_length or self.length
         kv_batch = self.kv_batch or self.batch
         shapes = [(self.batch, q_heads, self.length), *[(kv_batch, kv_heads, kv_length)] * 2]
-        made = [torch.randn(*shape, HEAD_DIM, generator=generator).to(self.dtype) for shape in shapes]
+        made = [torch.randn(*shape, self.head_dim, generator=generator).to(self.dtype) for shape in shapes]
         if self.layout == "bshd":
             made = [tensor.transpose(1, 2).contiguous() for tensor in made]
         return [tensor.requires_grad_() for tensor in made]
 
 
-def with_mask(mask: Callable[..., Any]) -> Callable[[int], tuple[Any, Any, list[Tensor]]]:
-    return lambda length: (None, mask, [])
+def with_mask(mask: Callable[..., Any] | None) -> MakeMods:
+    return lambda length, device: (None, mask, [])
 
 
-def capped_bias(length: int) -> tuple[Any, Any, list[Tensor]]:
-    mods = CappedBias(length)
+def capped_bias(length: int, device: torch.device) -> tuple[Any, Any, list[Tensor]]:
+    mods = CappedBias(length).to(device)
     return mods.score, causal, [mods.bias]
 
 
-def documents(length: int) -> tuple[Any, Any, list[Tensor]]:
-    return None, Documents(length).mask, []
+def documents(length: int, device: torch.device) -> tuple[Any, Any, list[Tensor]]:
+    return None, Documents(length).to(device).mask, []
 
 
 CASES = {
@@ -131,7 +135,7 @@ def results(attend: Callable[..., Any], tensors: Sequence[Tensor], captured: Seq
     return [output, aux.lse, *torch.autograd.grad(loss, [*tensors, *captured])]
 
 
-def compile_case(case: Case) -> tuple[flexgen.Attention, list[Tensor]]:
+def compile_case(case: Case, device: torch.device = CPU) -> tuple[flexgen.Attention, list[Tensor]]:
     """Return the attention of a case, and what it captures that requires grad."""
-    score_mod, mask_mod, captured = case.mods(max(case.length, case.kv_length or 0))
-    return flexgen.compile(score_mod, mask_mod, {"layout": case.layout, **case.options}), captured
+    score_mod, mask_mod, captured = case.mods(max(case.length, case.kv_length or 0), device)
+    return flexgen.compile(score_mod, mask_mod, {"layout": case.layout}), captured

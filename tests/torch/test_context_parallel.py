@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -320,3 +321,26 @@ def check_one_dimension_of_a_mesh():
 
 def test_a_mesh_of_two_dimensions(four_ranks):
     four_ranks.run(check_one_dimension_of_a_mesh)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "bfloat16, learned bias"])
+def test_two_chunks_of_one_rank(device, name):
+    """A rank alone holds two chunks, whose kernels are those of many ranks: also on a GPU, at sizes for one."""
+    on_gpu = device.type == "cuda"
+    case = CASES[name]
+    if on_gpu:
+        case = replace(case, length=2048, dtype=torch.bfloat16, head_dim=128)
+    attention, captured = compile_case(case, device)
+    whole = [tensor.detach().to(device).requires_grad_() for tensor in case.tensors()]
+    request = flexgen.AuxRequest(lse=True)
+    expected = results(lambda *t: attention(*t, return_aux=request), whole, captured)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = flexgen.context_parallel(attention, init_device_mesh(device.type, (1,)))
+        assert len(parallel.plan(*whole).blocks(0, 0)) == 3
+        found = results(lambda *t: parallel(*t, return_aux=request), whole, captured)
+    finally:
+        dist.destroy_process_group()
+    for one, other in zip(found, expected, strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < (2e-2 if case.dtype == torch.bfloat16 else 1e-5)
