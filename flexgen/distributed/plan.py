@@ -3,8 +3,8 @@
 A rank reads the keys and values of a chunk from the rank that owns it, not from a neighbour that passes them on, so
 that what is dead is never sent. At distance t, rank r reads from rank r - t and is read by rank r + t, modulo R: each
 rank sends and receives one message at most, and distances at which nothing is live do not exist. In the backward the
-keys and values travel again, which keeps memory at two messages whatever the number of ranks, and the gradients of a
-message travel back in float32 to where it came from.
+keys and values travel again, so that memory holds but a few messages whatever the number of ranks, and the gradients of
+a message travel back in float32 to where it came from.
 """
 
 from __future__ import annotations

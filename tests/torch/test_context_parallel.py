@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import flexgen
 from flexgen.distributed import plan as plans
@@ -209,6 +210,11 @@ def check_other_calls():
     assert_same([parallel.unshard(grad)], torch.autograd.grad(attention(*whole).sum(), whole[0]))
     query.requires_grad_(False)
     (grad,) = torch.autograd.grad(parallel(*parts).sum(), bias)
+    assert_same([grad], torch.autograd.grad(attention(*whole).sum(), bias))
+
+    # Recomputed in the backward, which exchanges the keys once more.
+    again = checkpoint(parallel, *parts, use_reentrant=False)
+    (grad,) = torch.autograd.grad(again.sum(), bias)
     assert_same([grad], torch.autograd.grad(attention(*whole).sum(), bias))
 
     # Between compiled regions.
