@@ -230,7 +230,7 @@ class ContextParallel:
         key_of_plan = (id(reading.captured), extent, tuple(map(id, tensors)), tuple(scalars))
         kept = self._plans.get(key_of_plan)
         if kept is None or kept.captured is not reading.captured or not _holds(kept.values, tensors, scalars):
-            plan = make_plan(WholeMask.of(understood, reading, extent), extent, self.assignment)
+            plan = make_plan(WholeMask.of(understood, reading, extent), extent, self.assignment, count=False)
             self._agree(plan, query.device)
             values, steps = MaskValues(tensors, scalars), plan.steps(self.rank)
             kept = self._plans[key_of_plan] = _Kept(reading.captured, values, plan, steps)

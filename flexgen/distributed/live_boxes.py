@@ -24,6 +24,8 @@ from flexgen.lowering.symbols import TRUE
 
 MOST_BLOCKS = 1024  # along an axis, in which chunks are cut for the rule of block tables; more chunks are not cut
 SHORTEST_BLOCK = 16
+MOST_PAIRS = 1 << 26  # of partly live blocks that are evaluated to count them: two seconds; guess
+_PAIRS_AT_ONCE = 1 << 21
 _BLOCKS_AT_ONCE = 1 << 21  # classified at a time: the rule's int64 intermediates take eight bytes for each
 
 
@@ -82,25 +84,26 @@ class _Spans:
         return _Spans(self.lo.T, self.hi.T)
 
 
-def live_boxes(mask: WholeMask, chunks: int, grain: int = 1) -> LiveBoxes:
+def live_boxes(mask: WholeMask, chunks: int, grain: int = 1, *, count: bool = True) -> LiveBoxes:
     """Return what is live of each pair of chunks.
 
     Args:
         chunks: how many equal chunks queries and keys have; it divides both lengths.
         grain: ends are rounded outwards to multiples of it, counted from the chunk's first row.
+        count: evaluate the mask where pairs of a mask that is no interval are not counted otherwise.
     """
     queries, keys = Side("q", mask.q_len, chunks), Side("kv", mask.kv_len, chunks)
     kv = _spans(mask, mask.facts.kv, queries, keys)
     q = _spans(mask, mask.facts.q, keys, queries).transposed()
-    pairs, rule = _pairs_of_rows(mask, queries), None
+    pairs, is_exact = _pairs_of_rows(mask, queries), True
     if pairs is None and (rule := mask.rule()) is not None:
-        blocks = _Blocks.of(mask, rule, queries, keys)
-        kv, q, pairs = kv.meet(blocks.kv), q.meet(blocks.q), blocks.pairs
+        blocks = _Blocks.of(mask, rule, queries, keys, count=count)
+        kv, q, pairs, is_exact = kv.meet(blocks.kv), q.meet(blocks.q), blocks.pairs, blocks.is_exact
     assert pairs is not None
     live = (q.lo < q.hi) & (kv.lo < kv.hi)
     kv, q = _rounded(kv, keys, grain), _rounded(q.transposed(), queries, grain).transposed()
     q_lo, q_hi, kv_lo, kv_hi = (torch.where(live, end, 0).cpu() for end in (q.lo, q.hi, kv.lo, kv.hi))
-    return LiveBoxes(q_lo, q_hi, kv_lo, kv_hi, tuple(pairs.tolist()), is_exact=rule is None)
+    return LiveBoxes(q_lo, q_hi, kv_lo, kv_hi, tuple(pairs.tolist()), is_exact)
 
 
 def _rounded(spans: _Spans, walked: Side, grain: int) -> _Spans:
@@ -195,29 +198,40 @@ class _Blocks:
 
     Attributes:
         q, kv: the ranges of queries and keys that live blocks of a pair of chunks span: [query chunks, key chunks].
-        pairs: of each chunk of queries, those of blocks that may hold a live one, of all batches and heads.
+        pairs: live pairs of each chunk of queries, of all batches and heads.
+        is_exact: they are; else they are those of blocks that may hold a live one.
     """
 
     q: _Spans
     kv: _Spans
     pairs: Tensor
+    is_exact: bool
 
     @classmethod
-    def of(cls, mask: WholeMask, rule: BlockRule, queries: Side, keys: Side) -> _Blocks:
+    def of(cls, mask: WholeMask, rule: BlockRule, queries: Side, keys: Side, *, count: bool) -> _Blocks:
         rows, columns = (Side(side.name, side.length, side.chunks * _cuts(side)) for side in (queries, keys))
         batches = range(mask.batch) if Axis.B in rule.axes else range(1)
         heads = range(mask.heads) if Axis.H in rule.axes else range(1)
         anywhere = torch.zeros(rows.chunks, columns.chunks, dtype=torch.bool, device=mask.device)
-        blocks = torch.zeros(rows.chunks, dtype=torch.int64, device=mask.device)
+        pairs = torch.zeros(rows.chunks, dtype=torch.int64, device=mask.device)
+        budget = MOST_PAIRS if count else 0
+        is_exact = True
         for b, h in itertools.product(batches, heads):
-            found = _classified(mask, rule, rows, columns, {"b": torch.tensor(b), "h": torch.tensor(h)})
-            anywhere |= found
-            blocks += found.sum(1)
+            place = {"b": torch.tensor(b, device=mask.device), "h": torch.tensor(h, device=mask.device)}
+            found = _classified(mask, rule, rows, columns, place)
+            anywhere |= found.may_live
+            partial = found.may_live & ~found.all_live
+            budget -= int(partial.sum()) * rows.size * columns.size
+            is_exact &= budget >= 0
+            whole = found.all_live if is_exact else found.may_live
+            pairs += whole.sum(1) * (rows.size * columns.size)
+            if is_exact:
+                pairs += _evaluated(mask, partial, rows, columns, place)
         copies = mask.batch * mask.heads // (len(batches) * len(heads))
-        pairs = blocks.reshape(queries.chunks, -1).sum(1) * (rows.size * columns.size * copies)
         parts = anywhere.reshape(queries.chunks, _cuts(queries), keys.chunks, _cuts(keys))
         q = _hull(parts.any(3).transpose(1, 2), queries.starts(mask.device)[:, None], rows.size)
-        return cls(q, _hull(parts.any(1), keys.starts(mask.device), columns.size), pairs)
+        kv = _hull(parts.any(1), keys.starts(mask.device), columns.size)
+        return cls(q, kv, pairs.reshape(queries.chunks, -1).sum(1) * copies, is_exact)
 
 
 def _cuts(side: Side) -> int:
@@ -226,19 +240,43 @@ def _cuts(side: Side) -> int:
     return next((count for count in range(most, 1, -1) if side.size % count == 0), 1)
 
 
-def _classified(mask: WholeMask, rule: BlockRule, rows: Side, columns: Side, place: dict[str, Tensor]) -> Tensor:
-    """Return which blocks may hold a live pair at one batch and head: bool [row blocks, column blocks]."""
-    place = {name: number.to(mask.device) for name, number in place.items()}
+@dataclass(frozen=True, slots=True, eq=False)
+class _Classes:
+    """Which blocks may hold a live pair, and which are live as a whole: bool [row blocks, column blocks]."""
+
+    may_live: Tensor
+    all_live: Tensor
+
+
+def _classified(mask: WholeMask, rule: BlockRule, rows: Side, columns: Side, place: dict[str, Tensor]) -> _Classes:
+    """Classify blocks at one batch and head."""
     down, across = (_rule_inputs(mask, rule, side, place) for side in (rows, columns))
     across = {name: values[None, :] for name, values in across.items()}
     step = max(_BLOCKS_AT_ONCE // columns.chunks, 1)
-    strips = []
+    may_live, all_live = (
+        torch.empty(rows.chunks, columns.chunks, dtype=torch.bool, device=mask.device) for _ in range(2)
+    )
     for start in range(0, rows.chunks, step):
         strip = slice(start, start + step)
         inputs = {name: values[strip, None] for name, values in down.items()} | across | place
-        found = mask.value(rule.may_live, inputs)
-        strips.append(found.expand(min(step, rows.chunks - start), columns.chunks))
-    return torch.cat(strips)
+        may_live[strip] = mask.value(rule.may_live, inputs)
+        all_live[strip] = mask.value(rule.all_live, inputs)
+    return _Classes(may_live, all_live & may_live)
+
+
+def _evaluated(mask: WholeMask, chosen: Tensor, rows: Side, columns: Side, place: dict[str, Tensor]) -> Tensor:
+    """Return the live pairs of chosen blocks at one batch and head, by row of blocks: int64 [row blocks]."""
+    assert mask.graph is not None
+    pairs = torch.zeros(rows.chunks, dtype=torch.int64, device=mask.device)
+    row, column = chosen.nonzero(as_tuple=True)
+    step = max(_PAIRS_AT_ONCE // (rows.size * columns.size), 1)
+    in_row, in_column = (torch.arange(side.size, device=mask.device) for side in (rows, columns))
+    for r, c in zip(torch.split(row, step), torch.split(column, step), strict=True):
+        q_idx = (r[:, None] * rows.size + in_row)[:, :, None]
+        kv_idx = (c[:, None] * columns.size + in_column)[:, None, :]
+        live = mask.value(mask.graph.root, {"q_idx": q_idx, "kv_idx": kv_idx} | place)
+        pairs.index_add_(0, r, live.expand(len(r), rows.size, columns.size).sum((1, 2)))
+    return pairs
 
 
 def _rule_inputs(mask: WholeMask, rule: BlockRule, side: Side, place: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -226,18 +226,19 @@ class ContextPlan:
         return int.from_bytes(told.digest()) >> 2
 
 
-def make_plan(mask: WholeMask, extent: Extent, assignment: Assignment) -> ContextPlan:
+def make_plan(mask: WholeMask, extent: Extent, assignment: Assignment, *, count: bool = True) -> ContextPlan:
     """Work out who computes and sends what.
 
     Args:
         mask: of the whole sequence.
+        count: see `live_boxes`; what is computed and sent does not depend on it.
 
     Raises:
         UnsupportedProblemError: the sequence cannot be cut in equal chunks.
     """
     check_cut("a query", extent.q_len, assignment)
     check_cut("a key", extent.kv_len, assignment)
-    boxes = live_boxes(mask, assignment.chunks, GRAIN)
+    boxes = live_boxes(mask, assignment.chunks, GRAIN, count=count)
     held = torch.tensor([assignment.of_rank(rank) for rank in range(assignment.ranks)])
     chunk_pairs = torch.tensor(boxes.pairs, dtype=torch.int64)
     pairs = chunk_pairs[held].sum(1).tolist()

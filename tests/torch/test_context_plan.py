@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import flexgen
+from flexgen.distributed import live_boxes
 from flexgen.distributed import plan as plans
 from flexgen.distributed.assignment import NAMES, Assignment
 from flexgen.distributed.offsets import ShiftedMods
@@ -123,7 +124,7 @@ def test_intervals_are_planned_to_the_row(mask, assignment):
 def test_other_masks_are_planned_soundly(mask, assignment):
     for ranks in RANKS:
         plan, dense = planned(mask, ranks, assignment), Dense.of(mask, 96, 96)
-        assert not plan.boxes.is_exact
+        assert plan.boxes.is_exact and sum(plan.pairs) == int(dense.live.sum())
         dead = 0
         for q_chunk, kv_chunk in itertools.product(range(plan.assignment.chunks), repeat=2):
             ends = [int(end[q_chunk, kv_chunk]) for end in ends_of(plan)]
@@ -132,7 +133,10 @@ def test_other_masks_are_planned_soundly(mask, assignment):
                 assert covers(plans.Span(*ends[:2]), box[0]) and covers(plans.Span(*ends[2:]), box[1])
             dead += not plan.boxes.live[q_chunk, kv_chunk]
         assert dead >= (plan.assignment.chunks - 1) ** 2 // 4  # of which a half and more would be right
-        assert sum(plan.pairs) >= int(dense.live.sum())
+        with mock.patch.object(live_boxes, "MOST_PAIRS", 0):
+            estimated = planned(mask, ranks, assignment)
+        assert not estimated.boxes.is_exact and sum(estimated.pairs) >= int(dense.live.sum())
+        assert estimated.digest() == plan.digest()
 
 
 def ends_of(plan: plans.ContextPlan) -> tuple[Tensor, ...]:
