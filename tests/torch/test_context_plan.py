@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import flexgen
-from flexgen.distributed import live_boxes
+from flexgen.distributed import live_blocks
 from flexgen.distributed import plan as plans
 from flexgen.distributed.assignment import NAMES, Assignment
 from flexgen.distributed.offsets import ShiftedMods
@@ -133,7 +133,7 @@ def test_other_masks_are_planned_soundly(mask, assignment):
                 assert covers(plans.Span(*ends[:2]), box[0]) and covers(plans.Span(*ends[2:]), box[1])
             dead += not plan.boxes.live[q_chunk, kv_chunk]
         assert dead >= (plan.assignment.chunks - 1) ** 2 // 4  # of which a half and more would be right
-        with mock.patch.object(live_boxes, "MOST_PAIRS", 0):
+        with mock.patch.object(live_blocks, "MOST_PAIRS", 0):
             estimated = planned(mask, ranks, assignment)
         assert not estimated.boxes.is_exact and sum(estimated.pairs) >= int(dense.live.sum())
         assert estimated.digest() == plan.digest()
@@ -141,6 +141,17 @@ def test_other_masks_are_planned_soundly(mask, assignment):
 
 def ends_of(plan: plans.ContextPlan) -> tuple[Tensor, ...]:
     return plan.boxes.q_lo, plan.boxes.q_hi, plan.boxes.kv_lo, plan.boxes.kv_hi
+
+
+def scattered(b, h, q_idx, kv_idx):
+    """Nothing is known of any block."""
+    return (q_idx * kv_idx + h) % 3 == 0
+
+
+def test_pairs_that_differ_between_heads_are_counted():
+    plan, dense = planned(scattered, 4, "head-tail"), Dense.of(scattered, 96, 96)
+    assert plan.boxes.is_exact and sum(plan.pairs) == int(dense.live.sum())
+    assert bool(plan.boxes.live.all())
 
 
 def test_documents_are_cut_to_what_is_live():
