@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexgen.api import Attention, AuxOutput, AuxRequest, Lowered, compile, flex_attention
     from flexgen.block_mask import and_masks, create_block_mask, create_mask, noop_mask, or_masks
+    from flexgen.distributed.context_parallel import ContextParallel, context_parallel
+    from flexgen.distributed.plan import ContextPlan
+    from flexgen.distributed.planning import plan_context_parallel
     from flexgen.errors import (
         CaptureError,
         FlexgenError,
@@ -44,6 +47,9 @@ _HOMES = {
         ),
         "flexgen.errors",
     ),
+    **dict.fromkeys(("ContextParallel", "context_parallel"), "flexgen.distributed.context_parallel"),
+    "ContextPlan": "flexgen.distributed.plan",
+    "plan_context_parallel": "flexgen.distributed.planning",
     **dict.fromkeys(("KernelOptions", "Options"), "flexgen.options"),
     "patch_torch": "flexgen.patch",
 }
@@ -53,6 +59,8 @@ __all__ = [
     "AuxOutput",
     "AuxRequest",
     "CaptureError",
+    "ContextParallel",
+    "ContextPlan",
     "FlexgenError",
     "InternalError",
     "KernelCompileError",
@@ -67,12 +75,14 @@ __all__ = [
     "UnsupportedProblemError",
     "and_masks",
     "compile",
+    "context_parallel",
     "create_block_mask",
     "create_mask",
     "flex_attention",
     "noop_mask",
     "or_masks",
     "patch_torch",
+    "plan_context_parallel",
 ]
 
 

@@ -264,7 +264,7 @@ class Attention:
         if needs_operator(query, key, value):
             outputs = self._through_operator(tensors, extras)
         else:
-            reading = self._read(*tensors)
+            reading = self.read(*tensors)
             query, key, value = tensors
             if query.is_neg() or key.is_neg() or value.is_neg():  # torch has yet to negate what lies in memory
                 tensors = (query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
@@ -281,7 +281,7 @@ class Attention:
         tensors = (query, key, value)
         refuse_autotune(*tensors)
         check_tensors(*tensors, self.options.layout, paged="page_table" in given)
-        backward = grad_is_needed(*tensors, self._read(*tensors).buffers)
+        backward = grad_is_needed(*tensors, self.read(*tensors).buffers)
         forms = [
             table_form(it) if name == "block_table" else _side_form(name, it)
             for name, it in given.items()
@@ -293,11 +293,11 @@ class Attention:
             with self._lock:
                 tuned = self._tuned.get(key_of_call)
                 if tuned is None:
-                    subject = TuningSubject(self._with_options, tensors, self.options.layout, given)
-                    tuned = self._tuned[key_of_call] = self._with_options(autotuned_settings(subject, backward))
+                    subject = TuningSubject(self.with_options, tensors, self.options.layout, given)
+                    tuned = self._tuned[key_of_call] = self.with_options(autotuned_settings(subject, backward))
         return tuned
 
-    def _with_options(self, settings: Mapping[str, Any]) -> Attention:
+    def with_options(self, settings: Mapping[str, Any]) -> Attention:
         """Return an attention of the same captured mods, so that block tables made for one serve the other."""
         made = Attention(self.score_mod, self.mask_mod, self.options.over({**settings, "autotune": False}))
         made._mods, made._understood = self._mods, self._understood
@@ -529,7 +529,7 @@ class Attention:
         if is_nested(query, key, value):
             jagged = read_jagged(query, key, value, self.options.layout, packing)
             packing, (query, key, value) = jagged.packing, jagged.tensors
-        reading = self._read(query, key, value)
+        reading = self.read(query, key, value)
         trains = any(tensor.requires_grad for tensor in (query, key, value, *reading.buffers))
         loss_reads_lse, aux = aux.lse, aux._replace(lse=aux.lse or trains)
         chip = target_named(target) if target else _offline_target(query)
@@ -635,7 +635,7 @@ class Attention:
         if max_blocks is not None and (type(max_blocks) is not int or max_blocks < 0):
             raise ProblemTypeError(f"max_blocks={max_blocks!r} is no count", fix="pass a non-negative int, or None")
         value = key if value is None else value
-        reading = self._read(query, key, value)
+        reading = self.read(query, key, value)
         refuse_capture(query.device)
         form = self._form(reading, query, key, value, NO_EXTRAS)
         request, buffers = self._requests.get(form), reading.buffers
@@ -651,8 +651,8 @@ class Attention:
 
     # Describing a call.
 
-    def _read(self, query: Any, key: Any, value: Any) -> Reading:
-        """Check the tensors where that is cheap enough to do at every call, and re-read what the mods captured."""
+    def read(self, query: Any, key: Any, value: Any) -> Reading:
+        """Return what the mods are now; of the tensors, what is cheap to check is checked."""
         tensors = isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
         if not tensors or not query.layout is key.layout is value.layout is torch.strided or query.is_nested:
             check_tensors(query, key, value, self.options.layout)
@@ -727,7 +727,7 @@ class Attention:
         if not reading.scalars:
             return None
         sizes = tuple([(abs(n) > INDEX_LIMIT, abs(n) >= TRUSTED_SCALAR) for n in reading.scalars])
-        hold = self._understand(reading).numbers_hold
+        hold = self.understand(reading).numbers_hold
         if hold is None or query.dim() != 4 or key.dim() != 4:
             return sizes
         at, mods = 2 if self.options.layout == "bhsd" else 1, reading.captured.mods
@@ -772,7 +772,7 @@ class Attention:
             cu_seqlens=packing.named if packing else {},
             sides=sides,
         )
-        tail = aux.lse and has_tail(self._understand(reading), query.dtype)
+        tail = aux.lse and has_tail(self.understand(reading), query.dtype)
         outputs = output_form(launch, layout, logsumexp=aux.lse, max_scores=aux.max_scores, tail=tail)
         problem = describe_problem(
             launch,
@@ -782,7 +782,7 @@ class Attention:
             output_max=aux.max_scores,
             has_offsets=False,
         )
-        understood = self._understand(reading)
+        understood = self.understand(reading)
         guard = describe_guard(launch, outputs.row_span, understood.facts.rows_safe)
         form = table.form if table else self._tables.implicit(understood, launch, problem, guard, target)
         if form is None or not form.derived:
@@ -846,7 +846,8 @@ class Attention:
 
     # Compiling.
 
-    def _understand(self, reading: Reading) -> Understood:
+    def understand(self, reading: Reading) -> Understood:
+        """Return what is known of the mods that were read, found once for each capture."""
         key = id(reading.captured)
         found = self._understood.get(key)
         if found is None or found.captured is not reading.captured:

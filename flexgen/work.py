@@ -175,7 +175,7 @@ def predict_work(
         exponentials,
         moved,
         visited.walked_rows * (sizes.Dqk * key_size + sizes.Dv * value_size),
-        _bounds(amounts, chip, used, _matrix_rate(plan, chip)) if chip and used else (),
+        _bounds(amounts, chip, used, matrix_rate(plan, chip)) if chip and used else (),
         chip,
         used,
     )
@@ -230,9 +230,8 @@ def _memory_bytes(plan: WalkPlan, sizes: Sizes, visited: Visited) -> dict[str, i
     return moved | ({"grad_value": keys * sizes.Dv * size} if plan.WRITE_GRAD_VALUE else {})
 
 
-def _matrix_rate(plan: WalkPlan, chip: Chip | None) -> float:
-    """Return the rate of the plan's matrix products on a whole chip."""
-    assert chip is not None
+def matrix_rate(plan: WalkPlan, chip: Chip) -> float:
+    """Return the rate of the plan's matrix products on a whole chip, in FLOP/s."""
     if plan.query_dtype.itemsize < 4 or isinstance(plan, GluonBackwardPlan):
         return chip.half
     precision = {"tf32": chip.tf32, "tf32x3": chip.tf32 / 3}

@@ -159,6 +159,12 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def parse_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count: give a whole number from 1")
+    return int(text)
+
+
 def parse_dtype(text: str) -> str:
     """Return torch's name of a dtype."""
     name = DTYPES.get(text, text)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 
-from flexgen.commands.arguments import add_backward, add_file, add_problem
+from flexgen.commands.arguments import add_backward, add_file, add_problem, parse_count
 from flexgen.commands.console import Console, Span, wrapped
+from flexgen.commands.context import context_reports
 from flexgen.commands.predict import predict
 from flexgen.commands.subject import choose_target, load_subject
 from flexgen.explain_work import explain_work
@@ -16,7 +17,9 @@ EXAMPLES = """\
   flexgen explain causal.py --target sm_80 --dtype fp32
   flexgen explain mods.py:softcap --set USE_SUBTILING=1
   flexgen explain causal.py --shape 2,16,16,8192,8192,128,128 --backward
-                                                 and the work at these sizes, and what bounds it"""
+                                                 and the work at these sizes, and what bounds it
+  flexgen explain causal.py --shape 1,16,16,131072,131072,128,128 --ranks 8 64 1024
+                                                 and balance and traffic of the sequence sharded over ranks"""
 
 _DECISION = re.compile(r"(?P<name>\s+\w+\s+= )(?P<value>.*?)(?P<word>\s+because: )(?P<reason>.*)")
 _FACT = re.compile(r"(?P<label>  [a-z][a-z ]+?  +)(?P<rest>.*)")
@@ -26,6 +29,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     add_problem(parser, dtype="bf16")
     add_backward(parser)
+    parser.add_argument(
+        "--ranks",
+        type=parse_count,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="predict balance and traffic of the sequence sharded over so many ranks, as flexgen.context_parallel does",
+    )
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
@@ -35,6 +46,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     for work in predict(subject, lowered):
         console.line()
         write_report(explain_work(work, subject.shape), console)
+    for report in context_reports(subject, lowered, arguments.ranks):
+        console.line()
+        write_report(report, console)
     return 0
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
-from flexgen.ir.graph import Graph, Mods, Node, const, input_node, make, topological
+from flexgen.ir.graph import Graph, Mods, Node, Scalar, const, input_node, make, topological
 from flexgen.ir.origins import Origin, Origins
 
 
@@ -18,11 +18,35 @@ def shift_indices(mods: Mods, origins: Origins, starts: Mapping[str, int]) -> tu
     Args:
         starts: by name of an input ("b", "h", "q_idx", "kv_idx"), the index of the mods' that is 0 in the result.
     """
+    return _shifted(mods, origins, {name: const(start, torch.int64) for name, start in starts.items() if start})
+
+
+def shift_by_scalars(mods: Mods, origins: Origins, scalars: Mapping[str, str]) -> tuple[Mods, Origins]:
+    """Return the mods with numbers added to their indices that each call brings, so that one kernel serves any start.
+
+    Args:
+        scalars: by name of an input ("q_idx", "kv_idx"), the name of the run-time scalar that is added to it; a mod
+            gets those whose input it reads. One name may serve both.
+    """
+    starts = {name: make("scalar", attr=scalar, dtype=torch.int64) for name, scalar in scalars.items()}
+    shifted, origins = _shifted(mods, origins, starts)
+    declared = [Scalar(name, torch.int64) for name in dict.fromkeys(scalars.values())]
+    return Mods(_declaring(shifted.score, declared), _declaring(shifted.mask, declared)), origins
+
+
+def _declaring(graph: Graph | None, scalars: Sequence[Scalar]) -> Graph | None:
+    if graph is None:
+        return None
+    read = {node.attr for node in graph.nodes() if node.op == "scalar"}
+    added = tuple(scalar for scalar in scalars if scalar.name in read)
+    return dataclasses.replace(graph, scalars=(*graph.scalars, *added))
+
+
+def _shifted(mods: Mods, origins: Origins, starts: Mapping[str, Node]) -> tuple[Mods, Origins]:
     replaced: dict[Node, Node] = {}
     for name, start in starts.items():
-        if start:
-            own = input_node(name)
-            replaced[own] = make("add", own, const(start, torch.int64), dtype=torch.int64)
+        own = input_node(name)
+        replaced[own] = make("add", own, start, dtype=torch.int64)
     if not replaced:
         return mods, origins
     table: dict[Node, tuple[Origin, ...]] = {}

@@ -78,14 +78,23 @@ class _Attend(torch.autograd.Function):
         packing = Packing(*offsets) if offsets else None
         dropout = None if seed is None else Dropout(ctx.dropout_p, seed)
         saved = Saved(query, key, value, output, logsumexp, tail, tuple(buffers), packing, dropout)
-        if not torch.is_grad_enabled():
-            found = ctx.compute(saved, grad_output, grads[1], wanted)
-        else:  # create_graph=True: what the gradients depend on must not be forgotten
-            with torch.no_grad():
-                found = ctx.compute(saved, grad_output, grads[1], wanted)
-            marked = _Once.apply(len(found), *found.values(), *inputs, grad_output, grads[1])  # type: ignore[no-untyped-call]
-            found = dict(zip(found, marked, strict=True))
+        found = once(lambda: ctx.compute(saved, grad_output, grads[1], wanted), (*inputs, grad_output, grads[1]))
         return (None, *map(found.get, names))
+
+
+def once(compute: Callable[[], Gradients], read: Sequence[torch.Tensor | None]) -> Gradients:
+    """Return gradients through which nobody can go back: whoever does is refused by name.
+
+    Args:
+        compute: launches the kernels.
+        read: what the gradients depend on.
+    """
+    if not torch.is_grad_enabled():
+        return compute()
+    with torch.no_grad():  # create_graph=True: what the gradients depend on must not be forgotten
+        found = compute()
+    marked = _Once.apply(len(found), *found.values(), *read)  # type: ignore[no-untyped-call]
+    return dict(zip(found, marked, strict=True))
 
 
 class _Once(torch.autograd.Function):

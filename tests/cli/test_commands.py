@@ -282,3 +282,17 @@ def test_lengths_that_are_none_are_refused(causal: Path, run: Run) -> None:
     said = run("check", causal, "--packed", "100,-3")
     assert said.code == 2 and "'100,-3' are no lengths" in said.err
     assert run("mask", causal, "--packed", "100").code == 2  # a mask's picture is of one sequence
+
+
+@pytest.mark.parametrize(
+    ("given", "said_of_it"),
+    [
+        (["--ranks", "0"], "'0' is no count: give a whole number from 1"),
+        (["--ranks", "3"], "a query of 256 tokens cannot be cut in 6 equal chunks"),
+        (["--ranks", "2", "--packed", "100,28"], "--ranks was given with --packed"),
+        (["--ranks", "2", "--dropout", "0.1"], "--ranks was given with --dropout"),
+    ],
+)
+def test_what_cannot_be_sharded_is_told(causal: Path, run: Run, given: list[str], said_of_it: str) -> None:
+    said = run("explain", causal, "--target", "sm_90", *given)
+    assert said.code == 2 and said_of_it in said.err

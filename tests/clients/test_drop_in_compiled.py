@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils import _pytree as pytree
 
 import flexgen
 from tests.clients.test_drop_in import causal, causal_blocks, draw
@@ -49,6 +51,23 @@ def test_block_masks_in_a_pytree_argument():
 
     traced, _ = compiled(both)
     assert torch.equal(traced(draw(), masks), both(draw(), masks))
+
+
+def test_export_of_a_function_of_a_block_mask():
+    """Torch exports inputs of registered classes alone, and leaves it to the user to register this one."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, query, key, value, block_mask):
+            return attend(query, key, value, block_mask)
+
+    block_mask, inputs = causal_blocks(), draw()
+    keys = BlockMask._flatten_with_keys
+    pytree.register_pytree_node(BlockMask, BlockMask._flatten, BlockMask._unflatten, flatten_with_keys_fn=keys)
+    try:
+        exported = torch.export.export(Attend(), (*inputs, block_mask), strict=True)
+        assert torch.equal(exported.module()(*inputs, block_mask), attend(*inputs, block_mask))
+    finally:
+        pytree._deregister_pytree_node(BlockMask)
 
 
 def test_output_keeps_the_strides_order():

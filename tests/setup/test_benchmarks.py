@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flexgen
-from benchmarks import matrix, memcheck, memory, train_gpt
+from benchmarks import context_parallel, matrix, memcheck, memory, train_gpt
 from benchmarks.cases import window
 from benchmarks.memory import Memory, Row
 from flexgen.fuzzing.inputs import drawn
@@ -17,7 +17,7 @@ ABOUT = {"device": "a GPU", "date": "2026-12-01"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("benchmark", [matrix, memory, train_gpt], ids=["matrix", "memory", "train_gpt"])
+@pytest.mark.parametrize("benchmark", [context_parallel, matrix, memory, train_gpt], ids=lambda module: module.__name__)
 def test_without_a_gpu_a_benchmark_leaves_with_the_reason(benchmark, monkeypatch):
     monkeypatch.setattr("sys.argv", ["benchmark"])
     with pytest.raises(SystemExit, match="measures on a CUDA device, and torch finds none"):

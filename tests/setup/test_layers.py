@@ -48,7 +48,7 @@ LAYERS = (
         "warm_calls",
         "work",
     },
-    {"integrations"},
+    {"distributed", "integrations"},
     {"fuzzing"},
     {"commands", "cli", "__main__"},
 )

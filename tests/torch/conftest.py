@@ -12,3 +12,10 @@ def ranks(tmp_path_factory):
     started = Ranks(tmp_path_factory.mktemp("ranks") / "meeting")
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory):
+    started = Ranks(tmp_path_factory.mktemp("ranks") / "meeting", 4)
+    yield started
+    started.stop()

@@ -1,4 +1,4 @@
-"""Two processes that work together over gloo, kept for a whole test session; tests send them functions to run."""
+"""Processes that work together over gloo, kept for a whole test session; tests send them functions to run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WORLD = 2
 TIMEOUT_S = 120
 
 
-def _serve(rank: int, meeting: str, connection: Connection) -> None:
+def _serve(rank: int, world: int, meeting: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=TIMEOUT_S)
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S)
     )
     while (work := connection.recv()) is not None:
         function, arguments = work
@@ -36,14 +36,15 @@ class Ranks:
 
     Args:
         meeting: a file that does not exist yet, through which they find each other.
+        world: how many.
     """
 
-    def __init__(self, meeting: Path) -> None:
+    def __init__(self, meeting: Path, world: int = WORLD) -> None:
         context = mp.get_context("spawn")
         self._pipes, self._processes = [], []
-        for rank in range(WORLD):
+        for rank in range(world):
             own, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, str(meeting), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, str(meeting), theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(own)
