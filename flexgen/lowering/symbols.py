@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -408,6 +409,7 @@ class _LowerBound:
         return self.of(total.without(atom) + dividend.scaled(coefficient // divisor))
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def negation(node: Node) -> Node:
     """Return the opposite condition; comparisons of integers flip."""
     if node.op == "const":
@@ -460,14 +462,26 @@ def conjuncts(node: Node) -> list[Node]:
 
 
 def _junction(op: str, nodes: Sequence[Node], neutral: Node, absorbing: Node) -> Node:
-    parts = list(dict.fromkeys(part for node in nodes for part in _flatten(op, node)))
-    parts = [part for part in parts if part is not neutral]
+    parts = dict.fromkeys(part for node in nodes for part in _flatten(op, node))
+    parts.pop(neutral, None)
     if absorbing in parts or any(negation(part) in parts for part in parts):
         return absorbing
-    result = parts[0] if parts else neutral
-    for part in parts[1:]:
-        result = make(op, result, part, dtype=torch.bool)
+    result, rest = neutral, list(parts)
+    first = _chain(op, nodes[0]) if nodes else []
+    if first and first == rest[: len(first)]:  # so that a chain of many links is not made anew with each of them
+        result, rest = nodes[0], rest[len(first) :]
+    for part in rest:
+        result = part if result is neutral else make(op, result, part, dtype=torch.bool)
     return result
+
+
+def _chain(op: str, node: Node) -> list[Node]:
+    """Return the parts of a junction that nests to the left alone, as `_junction` makes it; of another one, none."""
+    parts: list[Node] = []
+    while node.op == op:
+        parts.append(node.args[1])
+        node = node.args[0]
+    return [] if any(part.op == op for part in parts) else [node, *reversed(parts)]
 
 
 def _exclusive(a: Node, b: Node) -> Node:

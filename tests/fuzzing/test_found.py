@@ -84,3 +84,22 @@ def test_a_number_outside_of_a_narrow_integer_is_no_bound_of_a_clamp():
     table = torch.arange(7, dtype=torch.uint8)
     with pytest.raises(flexgen.CaptureError, match="without overflow"):  # torch's own words
         values_of(lambda s, b, h, q, k: table[k].clamp(max=300), 7)
+
+
+@pytest.mark.parametrize("of", ["query", "key"])
+def test_slopes_past_the_end_of_a_full_block_are_not_added(of: str):
+    """A block that a table lists as full may end behind the data: there a score is 0, and 1 / 0 times nothing is NaN."""
+    table = torch.arange(160) // 999
+
+    def mask_mod(b, h, q, k):
+        return table[q] == table[k]
+
+    def score_mod(score, b, h, q, k):
+        return score + torch.sqrt(score.abs())
+
+    lengths = (128, 17) if of == "query" else (17, 128)
+    query, key, value = (drawn((1, 2, length, 8), seed=length, requires_grad=True) for length in (*lengths, lengths[1]))
+    attention = flexgen.compile(score_mod, mask_mod, {"BLOCK_M": 16, "BLOCK_N": 16})
+    check_call(attention, query, key, value, backward=True)
+    blocks = flexgen.create_block_mask(mask_mod, None, None, *lengths, device="cpu", BLOCK_SIZE=16)
+    check_call(attention, query, key, value, backward=True, block_table=blocks)
