@@ -273,8 +273,8 @@ def context_parallel(attn: Attention, mesh: DeviceMesh, *, assignment: str = "he
         attn: what `flexgen.compile` returned.
         mesh: of one dimension; several ranks that each hold a part of every sequence.
         assignment: "head-tail", where rank r of R holds chunks r and 2 R - 1 - r of 2 R, which gives each rank the same
-            work under a causal mask and never much more under others; "contiguous", where it holds chunk r of R. All
-            attentions of a model need the same one, as they share the sharded sequence.
+            work under a causal mask, a window or none; "contiguous", where it holds chunk r of R. All attentions of a
+            model need the same one, as they share the sharded sequence; `flexgen.plan_context_parallel` compares them.
 
     Raises:
         UnsupportedProblemError: the mesh has several dimensions.

@@ -149,7 +149,7 @@ def test_a_part_of_the_batch_and_of_the_heads_has_its_own_pattern(device: torch.
     def run(batch: int, heads: int) -> Tensor:
         tensors = tuple(tensor[:batch, :heads] for tensor in (query, keys, keys))
         extras = Extras(None, NO_AUX, dropout=Dropout(P, seed))
-        return attention.run(attention._read(*tensors), tensors, extras)["output"]
+        return attention.run(attention.read(*tensors), tensors, extras)["output"]
 
     whole = run(3, 4)
     assert torch.equal(whole > 0, keep_mask(seed, P, (3, 4, 20, 40)).to(device))

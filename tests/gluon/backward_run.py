@@ -37,7 +37,7 @@ def run(check: Check, seed: int = 0) -> Ran:
     chip, tensors = TARGETS["sm_90"], inputs_of(check, "cpu")
     attention = attention_of(check, "cpu")
     query, key, value = (in_bhsd(tensor, check) for tensor in tensors)
-    reading = attention._read(query, key, value)
+    reading = attention.read(query, key, value)
     extras = dataclasses.replace(NO_EXTRAS, scale=check.scale, block_table=table_of(check, "cpu"))
     call = attention._describe(reading, query, key, value, extras, chip)
     basis = _basis(call, chip)
