@@ -121,7 +121,7 @@ class TestTraining:
 
     def prepared(self, attention: flexgen.Attention, trained: AuxRequest | None) -> None:
         given = tensors()
-        attention._ready(attention._read(*given), given, NO_EXTRAS.with_lse(), trained)
+        attention._ready(attention.read(*given), given, NO_EXTRAS.with_lse(), trained)
 
     @pytest.mark.usefixtures("directory")
     def test_its_kernels_are_started_with_the_forward_and_then_found(
