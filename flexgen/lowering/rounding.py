@@ -10,6 +10,15 @@ def round_up_to_power_of_two(size: int) -> int:
     return max(MIN_DOT, 1 << (size - 1).bit_length())
 
 
+def round_down_to_power_of_two(size: int) -> int:
+    """Return the largest power of two that is at most `size`, which is positive."""
+    return 1 << (size.bit_length() - 1)
+
+
+def is_power_of_two(size: int) -> bool:
+    return size > 0 and size & (size - 1) == 0
+
+
 def largest_power_of_two_divisor(size: int) -> int:
     """Return the largest power of two that divides `size`."""
     return size & -size

@@ -238,3 +238,26 @@ def test_kv_lengths_decide_neither_kernel_nor_grid():
 def test_a_plan_does_not_depend_on_what_grows():
     plans = [plan_of(meta(1, 8, 2, 1, keys)) for keys in (1, 16, 128, 4096, 4097)]
     assert all(replace(plan, decisions=()) == replace(plans[0], decisions=()) for plan in plans)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize(
+    ("qk_head_dim", "v_head_dim"), [(80, 24), (192, 128), (24, 40), (64, 256), (512, 16), (1, 512)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tiles_are_powers_of_two_whatever_the_head_dims(target, qk_head_dim, v_head_dim, dtype):
+    """Keys and values of different head dims share a stage's bytes: Triton takes no 102 keys."""
+    query, key, _ = (tensor.to(dtype) for tensor in meta(1, 4, 2, 5, 333, qk_head_dim))
+    value = torch.empty(1, 2, 333, v_head_dim, dtype=dtype, device="meta")
+    for stored in (key, key.to(torch.float8_e5m2)) if dtype == torch.bfloat16 else (key,):
+        tensors = (query, stored, value.to(stored.dtype))
+        plan = flexgen.compile(options={"SPLIT_KV": 3}).lower(*tensors, target=target).plan
+        for size in (plan.BLOCK_M, plan.BLOCK_N):
+            assert size >= 16 and size & (size - 1) == 0
+
+
+def test_a_decode_of_different_head_dims_compiles():
+    query, key, _ = meta(1, 4, 2, 5, 333, 80)
+    value = torch.empty(1, 2, 333, 24, dtype=torch.bfloat16, device="meta")
+    binary = flexgen.compile(options={"SPLIT_KV": 3}).lower(query, key, value, target="sm_90").binary("forward")
+    assert binary.stages["cubin"]

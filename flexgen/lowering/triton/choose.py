@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from flexgen.errors import NoFeasiblePlanError, OptionError, UnsupportedProblemError
+from flexgen.errors import InternalError, NoFeasiblePlanError, OptionError, UnsupportedProblemError
 from flexgen.ir.graph import Axis, Graph, Mods, Node
 from flexgen.lowering.decision import Decision, Rejected
 from flexgen.lowering.dropout import GROUP_SPAN, Draws
 from flexgen.lowering.facts import MaskFacts
 from flexgen.lowering.host_value import host_value
 from flexgen.lowering.index_map import IndexMap, packs_heads
-from flexgen.lowering.rounding import largest_power_of_two_divisor, round_up_to_power_of_two
+from flexgen.lowering.rounding import is_power_of_two, largest_power_of_two_divisor, round_up_to_power_of_two
 from flexgen.lowering.row_groups import rows_of_one_range
 from flexgen.lowering.schedule import Schedule
 from flexgen.lowering.targets import Target
@@ -253,6 +253,8 @@ def settle_tile(
     forced = {name: getattr(options, name) for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")}
     forced = {name: value for name, value in forced.items() if value is not None}
     tile, rejected = _first_feasible(dataclasses.replace(first, **forced), forced, shape, question.target, physics)
+    if not (is_power_of_two(tile.BLOCK_M) and is_power_of_two(tile.BLOCK_N)):
+        raise InternalError(f"a tile of {tile.BLOCK_M} x {tile.BLOCK_N} was chosen: Triton's tiles are powers of two")
     for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"):
         because = "asked for" if name in forced else f"fits; {origin}"
         answers.add(name, getattr(tile, name), because, rejected if name == "BLOCK_M" else ())

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flexgen.lowering.index_map import PACKED_QUERIES
 from flexgen.lowering.occupancy import occupancy
-from flexgen.lowering.rounding import round_up_to_power_of_two
+from flexgen.lowering.rounding import round_down_to_power_of_two, round_up_to_power_of_two
 from flexgen.lowering.schedule import Walk
 from flexgen.lowering.triton.choose import (
     Answers,
@@ -114,7 +114,7 @@ def _preferred(question: Question, shape: TileShape, block_m: int) -> tuple[Tile
     if target.backend == "interpret":
         return Tile(block_m, 128, 4, 1), "the interpreter's cost is per step, not per element"
     row_bytes = shape.qk_rounded * shape.key_bytes + shape.v_rounded * shape.value_bytes
-    block_n = min(128, max(16, TILE_BYTES // row_bytes))
+    block_n = min(128, max(16, round_down_to_power_of_two(TILE_BYTES // row_bytes)))
     if decoded_tensors(question.problem, target):
         block_n = max(16, block_n // 2)  # moving the bits of float8_e4m3fn takes registers
     if shape.query_bytes >= 4:
