@@ -11,6 +11,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from flexgen.codegen.source import LineOrigin
+from flexgen.collector import collector_paused
 from flexgen.errors import InternalError
 from flexgen.runtime.arguments import TypedArg, is_pointer
 from flexgen.runtime.build import TargetFacts, compile_entry, out_of_resources
@@ -131,6 +132,7 @@ class Launcher:
                 submit = self._kernels[device, alignment] = self._load(device, divisible)
         return submit
 
+    @collector_paused()
     def _load(self, device: int, divisible: frozenset[int]) -> Submit:
         binary = compile_entry(
             self._module,
