@@ -249,7 +249,13 @@ def _size(name: str, value: object, at_least: int) -> int:
 
 def _device(device: DeviceLike | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        try:
+            return torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            why = str(error).partition("\n")[0]
+            raise OptionError(
+                f"{device!r} is no device", why=why, fix='give "cuda" or "cpu", or leave it out'
+            ) from error
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 

@@ -86,7 +86,7 @@ _COINS = st.booleans()
 _BATCHES = st.sampled_from((1, 2) * 7 + (3, 0))
 _SPREADS = st.sampled_from((1.0, 1.0, 1.0, 1.0, 8.0, 0.01))
 _SEEDS = st.integers(0, 99)
-# The last one makes scores so small that slopes next to 0, as of a root, pass what float16 holds.
+# The last one is too small for float16: a query that is scaled there is 0, and slopes next to 0 overflow.
 _SCALES = (None, None, 0.3, 1.0, -0.5, 0.0, 4.0, 1e-30)
 _OPTIONS: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("fwd_BLOCK_M", (16, 32, 64, 128)),
@@ -233,7 +233,7 @@ def _call(draw: st.DrawFn, drawing: _Drawing) -> DrawnCall:
         query,
         key,
         value,
-        scale=draw(st.sampled_from(_SCALES[:-1] if drawing.backward and drawing.dtype == "float16" else _SCALES)),
+        scale=draw(st.sampled_from(_SCALES[:-1] if drawing.dtype == "float16" else _SCALES)),
         lengths=draw(_sequences(sizes.q_len, sizes.kv_len)) if packed else None,
         backward=drawing.backward,
         ways=tuple(draw(st.lists(st.sampled_from(drawing.ways(packed, kv_lengths is not None)), max_size=1))),

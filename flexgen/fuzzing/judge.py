@@ -58,7 +58,10 @@ class Judge:
             raise Wrong(f"{told} has shape {tuple(found.shape)}, not {tuple(expected.shape)}")
         if not expected.numel():
             return
-        largest, found, allowed = torch.finfo(found.dtype).max, found.double(), self._bound(name, expected)
+        own, allowed = torch.finfo(found.dtype), self._bound(name, expected)
+        if own.eps > torch.finfo(self._dtype).eps:  # as that of a captured tensor may be, which its gradient has
+            allowed += 4 * own.eps * _magnitude(expected)
+        found = found.double()
         if _largest(_gaps(found, expected)) <= allowed:
             return
         eager = self._eager[name].double()
@@ -68,7 +71,7 @@ class Judge:
         if _largest(gaps) > allowed:
             allowed += 4 * self._moved(name, expected, comparable)
             self.excused += 1
-        overflows = found.isinf() & (expected.abs() + allowed >= largest)  # of its own dtype
+        overflows = found.isinf() & (expected.abs() + allowed >= own.max)  # of its own dtype
         gaps = torch.where(overflows, 0.0, gaps)
         if _largest(gaps) > allowed:
             raise Wrong(_told(told, gaps, allowed, found, expected))

@@ -30,7 +30,9 @@ def serve(answer_of: Callable[[CompileJob], object]) -> None:
 
 
 def _compile(job: CompileJob) -> bool:
-    job.run()
+    from flexgen.runtime.launcher_ahead import build_launcher  # with Triton
+
+    build_launcher(job.run())
     return True
 
 

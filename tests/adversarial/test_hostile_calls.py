@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flexgen
-from flexgen.errors import FlexgenError
+from flexgen.errors import FlexgenError, InternalError
 
 QUERY = torch.randn(1, 1, 20, 16)
 
@@ -52,3 +52,136 @@ def test_largest_and_smallest_scales_give_no_nan(scale: float) -> None:
     small = QUERY * 1e-3  # so that scores are finite
     assert not flexgen.compile()(small * 1e-35, small, QUERY, scale=scale).isnan().any()
     assert not flexgen.compile(lambda s, b, h, q, k: s / 3e35)(small, small, QUERY, scale=scale).isnan().any()
+
+
+MASKS = {
+    "a mod that is a text": lambda: flexgen.create_block_mask("causal", 1, 1, 4, 4, device="cpu"),
+    "a negative length": lambda: flexgen.create_block_mask(causal, 1, 1, -4, 4, device="cpu"),
+    "half a length": lambda: flexgen.create_block_mask(causal, 1, 1, 4.5, 4, device="cpu"),
+    "a batch that is a text": lambda: flexgen.create_block_mask(causal, "1", 1, 4, 4, device="cpu"),
+    "blocks of nothing": lambda: flexgen.create_block_mask(causal, 1, 1, 4, 4, device="cpu", BLOCK_SIZE=0),
+    "blocks that are a text": lambda: flexgen.create_block_mask(causal, 1, 1, 4, 4, device="cpu", BLOCK_SIZE="a"),
+    "a device there is not": lambda: flexgen.create_block_mask(causal, 1, 1, 4, 4, device="abacus"),
+    "a device that is a list": lambda: flexgen.create_block_mask(causal, 1, 1, 4, 4, device=["cpu"]),
+    "a mask of a number": lambda: flexgen.create_mask(3, 1, 1, 4, 4, device="cpu"),
+    "a conjunction of a number": lambda: flexgen.and_masks(3),
+    "a table of numbers": lambda: flexgen.compile(None, causal).block_table(1, 2),
+    "room for less than nothing": lambda: flexgen.compile(None, causal).block_table(QUERY, QUERY, max_blocks=-1),
+    "an unknown target": lambda: flexgen.compile().lower(QUERY, QUERY, QUERY, target="sm_12"),
+    "a target that is a number": lambda: flexgen.compile().lower(QUERY, QUERY, QUERY, target=90),
+}
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_public_functions_refuse_what_they_cannot_take(name: str) -> None:
+    with pytest.raises(FlexgenError):
+        MASKS[name]()
+
+
+INT = torch.int32
+CALLS: dict[str, dict[str, Any]] = {
+    "aux that is a text": {"return_aux": "lse"},
+    "aux that is a truth": {"return_aux": True},
+    "a table that is a number": {"block_table": 3},
+    "lengths in a list": {"kv_lengths": [3]},
+    "floating lengths": {"kv_lengths": torch.tensor([3.0])},
+    "lengths of two": {"kv_lengths": torch.tensor([3, 4], dtype=INT)},
+    "lengths past the end": {"kv_lengths": torch.tensor([30], dtype=INT), "validate": True},
+    "pages without lengths": {"page_table": torch.zeros(1, 1, dtype=INT)},
+    "offsets past the end": {"cu_seqlens_q": torch.tensor([0, 30], dtype=INT), "validate": True},
+    "offsets that decrease": {"cu_seqlens_q": torch.tensor([0, 12, 5, 20], dtype=INT), "validate": True},
+    "offsets from elsewhere": {"cu_seqlens_q": torch.tensor([3, 20], dtype=INT), "validate": True},
+    "no offsets": {"cu_seqlens_q": torch.tensor([], dtype=INT)},
+    "offsets of keys alone": {"cu_seqlens_k": torch.tensor([0, 20], dtype=INT)},
+    "sinks of five heads": {"sinks": torch.zeros(5)},
+    "sinks in a list": {"sinks": [1.0]},
+    "a probability above 1": {"dropout_p": 1.5},
+    "no probability": {"dropout_p": float("nan")},
+    "a probability that is a text": {"dropout_p": "0.1"},
+    "a generator that is a number": {"dropout_p": 0.1, "generator": 3},
+    "a scale of keys that is none": {"k_scale": float("nan")},
+    "an infinite scale of values": {"v_scale": float("inf")},
+    "scales whose product is too large": {"k_scale": 1e38, "scale": 1e10},
+    "a scale of values that is a text": {"v_scale": "a"},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_refuse_what_they_cannot_take(name: str) -> None:
+    with pytest.raises(FlexgenError) as refusal:
+        flexgen.compile()(QUERY, QUERY, QUERY, **CALLS[name])
+    assert not isinstance(refusal.value, InternalError)
+
+
+TENSORS: dict[str, tuple[Any, Any, Any]] = {
+    "a key without heads": (QUERY, QUERY[0], QUERY),
+    "values of other keys": (QUERY, QUERY, QUERY[:, :, :5]),
+    "other head dims": (QUERY, QUERY[..., :8], QUERY),
+    "integers": (QUERY.int(), QUERY.int(), QUERY.int()),
+    "complex numbers": (QUERY + 0j, QUERY + 0j, QUERY + 0j),
+    "two dtypes": (QUERY, QUERY.half(), QUERY),
+    "three batches": (QUERY, torch.zeros(3, 1, 20, 16), torch.zeros(3, 1, 20, 16)),
+    "heads that cannot be shared": (torch.zeros(1, 3, 20, 16), torch.zeros(1, 2, 20, 16), torch.zeros(1, 2, 20, 16)),
+    "no head dim": (QUERY[..., :0], QUERY[..., :0], QUERY),
+    "no head dim of values": (QUERY, QUERY, QUERY[..., :0]),
+    "a head dim of a thousand": (torch.zeros(1, 1, 4, 1000),) * 3,
+    "two devices": (QUERY, QUERY.to("meta"), QUERY),
+    "quantised values": (QUERY, QUERY, torch.quantize_per_tensor(QUERY, 0.1, 0, torch.quint8)),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_form_no_attention_are_refused(name: str) -> None:
+    with pytest.raises(FlexgenError) as refusal:
+        flexgen.compile()(*TENSORS[name])
+    assert not isinstance(refusal.value, InternalError)
+
+
+OPTIONS: dict[str, Any] = {
+    "a text": "BLOCK_M",
+    "a name that is none": {None: 1},
+    "a list": {"BLOCK_M": [64]},
+    "not a number": {"BLOCK_M": float("nan")},
+    "a huge number": {"BLOCK_M": 2**70},
+    "a negative number": {"num_warps": -4},
+    "a truth for a number": {"num_stages": True},
+    "another layout": {"layout": "hbsd"},
+    "another backend": {"BACKEND": "CUDNN"},
+    "lower case": {"block_m": 64},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_are_none_are_refused(name: str) -> None:
+    with pytest.raises(flexgen.OptionError):
+        flexgen.compile(None, None, OPTIONS[name])
+
+
+RETURNED: dict[str, Any] = {
+    "nothing": lambda b, h, q, k: None,
+    "a pair": lambda b, h, q, k: (q > k,),
+    "three of them": lambda b, h, q, k: torch.ones(3) > 0,
+    "numbers": lambda b, h, q, k: q * 1.0,
+    "a generator": lambda b, h, q, k: (yield q > k),
+    "an error": lambda b, h, q, k: {}["x"],
+    "an endless recursion": lambda b, h, q, k: endless(q),
+    "two arguments": lambda b, h: b > h,
+    "an item": lambda b, h, q, k: q.item() > 0,
+    "an array": lambda b, h, q, k: q.numpy() > 0,
+    "a random number": lambda b, h, q, k: torch.rand(()) > 0.5,
+    "what is printed": lambda b, h, q, k: f"{q}" == "3",
+}
+
+
+def endless(value: Any) -> Any:
+    return endless(value + 1)
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_masks_that_return_no_condition_are_refused(name: str) -> None:
+    with pytest.raises(flexgen.CaptureError):
+        flexgen.compile(None, RETURNED[name])(QUERY, QUERY, QUERY)

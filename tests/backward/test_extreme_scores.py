@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import flexgen
+from flexgen.fuzzing.check import check_call
+from flexgen.fuzzing.inputs import drawn
 
 
 @pytest.mark.parametrize("fill", [-1e9, 1e9, torch.finfo(torch.float32).min])
@@ -26,3 +28,22 @@ def test_rows_filled_with_one_huge_score_share_their_weight(fill, compiled):
     found, expected = (torch.autograd.grad(out, (query, key, value), grad_output) for out in (output, eager))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=5e-6, rtol=1e-5)
+
+
+ROW, HEAD, BY_KEY = (torch.full((size,), -1e9) for size in (130, 4, 130))
+ADDED = {
+    "of a row": lambda score, b, h, q, k: score + ROW[q],
+    "of a head": lambda score, b, h, q, k: score + HEAD[h],
+    "of a key": lambda score, b, h, q, k: score - BY_KEY.long()[k],
+    "of all": lambda score, b, h, q, k: score + HEAD.sum(),
+    "of a row, whole": lambda score, b, h, q, k: score + ROW.long()[q] * 2,
+    "of an index": lambda score, b, h, q, k: score + q * 1_000_000,
+    "instead of scores": lambda score, b, h, q, k: torch.where(h < 2, ROW[q], score),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", ADDED)
+def test_what_is_added_to_whole_rows_may_be_of_any_size(name: str, dtype: str):
+    query, key, value = (drawn((1, 4, 130, 16), dtype, seed, requires_grad=True) for seed in range(3))
+    check_call(flexgen.compile(ADDED[name]), query, key, value, backward=True)

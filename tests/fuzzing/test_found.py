@@ -88,7 +88,7 @@ def test_a_number_outside_of_a_narrow_integer_is_no_bound_of_a_clamp():
 
 @pytest.mark.parametrize("of", ["query", "key"])
 def test_slopes_past_the_end_of_a_full_block_are_not_added(of: str):
-    """A block that a table lists as full may end behind the data: there a score is 0, and 1 / 0 times nothing is NaN."""
+    """A block that a table lists as full may end behind the data: scores there are 0, and 1 / 0 times 0 is NaN."""
     table = torch.arange(160) // 999
 
     def mask_mod(b, h, q, k):

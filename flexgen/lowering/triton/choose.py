@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flexgen.errors import InternalError, NoFeasiblePlanError, OptionError, UnsupportedProblemError
-from flexgen.ir.graph import Axis, Graph, Mods, Node
+from flexgen.ir.graph import Axis, Graph, Mods, Node, topological
 from flexgen.lowering.decision import Decision, Rejected
 from flexgen.lowering.dropout import GROUP_SPAN, Draws
 from flexgen.lowering.facts import MaskFacts
@@ -30,6 +30,7 @@ NOMINAL_LENGTH = 8192  # the sequence that mask ranges are measured on
 LARGEST_SAFE = 1e37  # constants up to this do not make a finite score infinite
 LEAST_PAGE = 32  # keys: a smaller page is gathered from, by tiles of several
 SEARCH_WIDTH = 128  # a warpgroup's threads: one load and one sum find the sequence among so many
+LARGE_FACTOR = 1000  # an index times this may be extreme
 EXTREME = 1e8  # scores of this magnitude are off by several units when multiplied by log2(e)
 
 
@@ -424,6 +425,37 @@ def scores_may_be_extreme(score: Graph | None, query_dtype: torch.dtype) -> str 
             return f"{node.attr} is read for each key and may hold values near the dtype's minimum"
         if node.dtype.is_floating_point and node.op in ("scalar", "exp", "exp2", "expm1", "pow"):
             return f"score_mod's {node.op} may be of any magnitude"
+    return next(filter(None, map(_why_extreme, added_terms(score.root) if score else ())), None)
+
+
+def added_terms(root: Node) -> list[Node]:
+    """Return what sums, choices and conversions at the top of an expression are made of."""
+    terms: dict[Node, None] = {}
+    waiting, seen = [root], {root}
+    while waiting:
+        node = waiting.pop()
+        parts = node.args[1:] if node.op == "where" else node.args if node.op in _OF_TERMS else ()
+        if not parts:
+            terms[node] = None
+        waiting += [part for part in parts if part not in seen]
+        seen.update(parts)
+    return list(terms)
+
+
+_OF_TERMS = ("add", "sub", "neg", "min", "max", "cast")
+
+
+def _why_extreme(term: Node) -> str | None:
+    """Say why a term may be extreme that is added to scores; one that is the same for a whole row is no difference."""
+    if term.op == "load":
+        return f"{term.attr} is added to scores and may hold values of any magnitude"
+    if Axis.KV in term.axes:
+        return None
+    for node in topological(term):
+        if node.op in ("load", "scalar"):
+            return f"{node.attr} is part of what is added to whole rows, and may be of any magnitude"
+        if node.op == "const" and not node.dtype.is_floating_point and abs(int(node.attr or 0)) >= LARGE_FACTOR:
+            return f"{node.attr} is part of what is added to whole rows, which indices may make large"
     return None
 
 

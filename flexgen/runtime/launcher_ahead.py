@@ -1,0 +1,22 @@
+"""Triton's C function that launches a kernel, built before it is needed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from flexgen.runtime.build import Binary
+
+
+def build_launcher(binary: Binary) -> None:
+    """Have Triton build and keep what launches a kernel: 3.6 runs the C compiler for each signature, for half a second.
+
+    Touches no device. Where it cannot be built here, whoever launches builds it.
+    """
+    if binary.backend != "cuda":
+        return
+    from triton.backends.nvidia import driver
+
+    if not hasattr(driver, "make_launcher"):  # since 3.7 one function launches all kernels
+        return
+    with suppress(Exception):
+        driver.CudaLauncher(binary.kernel.src, binary.kernel.metadata)
