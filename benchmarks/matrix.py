@@ -229,8 +229,8 @@ def plot(results: Path) -> Path:
         side.set_yticklabels([f"{row['case']}, {row['shape']}" for row in rows], fontsize=8)
         side.set_title(kind)
         side.set_xlabel("TFLOP/s of live pairs")
-        side.invert_yaxis()
-    axes[0].legend(loc="lower right")
+    axes[0].invert_yaxis()  # the other shares it
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="upper left", ncols=len(names))
     about = data["environment"]
     figure.suptitle(f"{about['device']}, torch {about['torch']}, triton {about['triton']}, {about['date']}", fontsize=9)
     figure.tight_layout()
