@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexgen.api import Attention, AuxOutput, AuxRequest, Lowered, compile, flex_attention
-    from flexgen.block_mask import and_masks, create_block_mask, create_mask, noop_mask, or_masks
+    from flexgen.block_mask import BlockMask, and_masks, create_block_mask, create_mask, noop_mask, or_masks
     from flexgen.distributed.context_parallel import ContextParallel, context_parallel
     from flexgen.distributed.plan import ContextPlan
     from flexgen.distributed.planning import plan_context_parallel
@@ -31,7 +31,9 @@ __version__ = "0.1.0"
 # Public name -> module that defines it. Loaded on first use, so that importing flexgen costs next to nothing.
 _HOMES = {
     **dict.fromkeys(("Attention", "AuxOutput", "AuxRequest", "Lowered", "compile", "flex_attention"), "flexgen.api"),
-    **dict.fromkeys(("and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"), "flexgen.block_mask"),
+    **dict.fromkeys(
+        ("BlockMask", "and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"), "flexgen.block_mask"
+    ),
     **dict.fromkeys(
         (
             "CaptureError",
@@ -58,6 +60,7 @@ __all__ = [
     "Attention",
     "AuxOutput",
     "AuxRequest",
+    "BlockMask",
     "CaptureError",
     "ContextParallel",
     "ContextPlan",

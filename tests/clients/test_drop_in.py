@@ -250,3 +250,10 @@ def test_flash_is_taken_for_auto_with_one_warning(monkeypatch):
             flexgen.flex_attention(*inputs, kernel_options={"BACKEND": "FLASH"})
     assert len([it for it in caught if "FLASH" in str(it.message)]) == 1
     assert caught[0].filename == __file__
+
+
+def test_names_that_torchs_users_import_are_here():
+    """Torch's public names but the kernel options, which are torch's own; the class of masks is the same."""
+    missing = [name for name in torch_flex.__all__ if not hasattr(flexgen, name)]
+    assert missing == ["FlexKernelOptions"]
+    assert flexgen.BlockMask is torch_flex.BlockMask

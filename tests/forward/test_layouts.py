@@ -89,6 +89,16 @@ def test_dimensions_of_size_one_with_odd_strides(device, length):
     check_forward(odd)
 
 
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(80, 24), (65, 65), (128, 128), (24, 200)])
+def test_rows_in_half_precision_that_start_anywhere(device, head_dim, v_head_dim):
+    """Rows three elements longer than the head dim: each element is loaded by itself, also between matrix products."""
+    inputs = random_inputs(
+        Shape(2, 2, 1, 131, 97), device, dtype=torch.bfloat16, head_dim=head_dim, v_head_dim=v_head_dim
+    )
+    wide = (torch.nn.functional.pad(tensor, (1, 2), value=torch.nan) for tensor in inputs)
+    check_forward(Inputs(*(tensor[..., 1:-2] for tensor in wide)), mask_mod=causal)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bshd_layout(device, dtype):
     inputs = random_inputs(Shape(2, 4, 2, 21, 33), device, dtype=dtype, v_head_dim=24)
