@@ -54,6 +54,7 @@ from flexgen.runtime.describe import (
 from flexgen.runtime.device_target import target_of
 from flexgen.runtime.differentiable import Gradients, Saved, Step, attend, grad_is_needed, refuse_gradients
 from flexgen.runtime.dropout import SEED, Dropout
+from flexgen.runtime.given_table import GivenTable, Sizes, given_table
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
 from flexgen.runtime.outputs import OutputForm, as_query, output_form
@@ -341,6 +342,7 @@ class Attention:
             "output" in the query's layout, "logsumexp" and "max_scores".
         """
         query, key, value = tensors
+        extras = self._with_given_table(extras, query, key)
         records = grad_is_needed(query, key, value, reading.buffers)
         asked = extras.aux
         if records:  # the backward recomputes weights from it
@@ -368,7 +370,9 @@ class Attention:
         records: bool,
     ) -> dict[str, torch.Tensor]:
         lists: Mapping[str, Any] = {}
-        if prepared.request is not None:
+        if isinstance(extras.block_table, GivenTable):
+            lists = table_lists(extras.block_table.table)
+        elif prepared.request is not None:
             values = Values(reading.buffers, buffers, reading.scalars)
             lists = self._tables.lists(prepared.request, extras.block_table, values)
         if records:
@@ -422,7 +426,7 @@ class Attention:
         if prepared.basis.target.backend != "interpret":
             outputs = call.outputs.allocate(torch.empty(0, dtype=call.launch.tensors["query"].dtype, device="meta"))
             if not is_known(prepared.kernel.compile_job(call.launch, outputs)):
-                self._training.compile_ahead(prepared.basis, call.launch, trained.lse)
+                self._training.compile_ahead(replace(prepared.basis, table=call.table), call.launch, trained.lse)
 
     def gradients(
         self,
@@ -435,8 +439,9 @@ class Attention:
         wanted: frozenset[str],
     ) -> Gradients:
         """Return the wanted gradients of a call that `run` made; see `Step.backward`."""
+        extras = self._with_given_table(extras, tensors[0], tensors[1])
         prepared, _ = self._ready(reading, tensors, extras)
-        called = Called(prepared.basis, reading.scalars)
+        called = Called(prepared.basis, reading.scalars, table=_lists_of(extras.block_table))
         return self._training.backward(called, saved, grad_output, grad_logsumexp, wanted)
 
     def _through_operator(
@@ -481,7 +486,7 @@ class Attention:
     ) -> dict[str, torch.Tensor]:
         """Run a prepared forward under autograd."""
         given = extras.block_table if isinstance(extras.block_table, DerivedTable) else None
-        called = Called(prepared.basis, reading.scalars, given)
+        called = Called(prepared.basis, reading.scalars, given, _lists_of(extras.block_table))
         query, key, value = tensors
         if self.options.layout != "bhsd":
             query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
@@ -803,6 +808,10 @@ class Attention:
             if validate:
                 block_table.check()
             return block_table
+        if isinstance(block_table, GivenTable):
+            if validate:
+                check_block_table(block_table.table)
+            return block_table.table
         self._check_mask_of(block_table)
         table = read_block_mask(
             block_table,
@@ -817,6 +826,19 @@ class Attention:
         if self._forward_options.BLOCKS_ARE_CONTIGUOUS:
             check_contiguous(table)
         return table
+
+    def _with_given_table(self, extras: Extras, query: torch.Tensor, key: torch.Tensor) -> Extras:
+        """Return the same with the caller's block mask read, where the call is a usual one."""
+        mask = extras.block_table
+        if mask is None or isinstance(mask, DerivedTable | GivenTable):
+            return extras
+        if extras.sides or extras.packing is not None or query.dim() != 4 or key.dim() != 4 or query.is_meta:
+            return extras  # read, or refused, where the call is described
+        heads, rows = (1, 2) if self.options.layout == "bhsd" else (2, 1)
+        self._check_mask_of(mask)
+        sizes = Sizes(query.shape[0], query.shape[heads], query.shape[rows], key.shape[rows], query.device)
+        read = given_table(mask, sizes, contiguous=bool(self._forward_options.BLOCKS_ARE_CONTIGUOUS))
+        return extras.with_table(read)
 
     def _check_mask_of(self, block_table: Any) -> None:
         theirs = getattr(block_table, "mask_mod", None)
@@ -880,13 +902,17 @@ class Attention:
         return kernel
 
     def _prepare(self, form: Hashable, call: _Call, block_table: Any) -> Prepared:
-        kept = None if isinstance(block_table, DerivedTable) else (block_table, tuple(call.launch.table.values()))
+        lists_come = isinstance(block_table, DerivedTable | GivenTable)  # with each call
+        kept = None if lists_come else (block_table, tuple(call.launch.table.values()))
         target = target_of(call.launch.device)
         derived, parts = call.derived, (call.understood, call.launch)
         request = self._tables.request(*parts, derived, call.guard, target) if derived else None
         layout, keep = self.options.layout, (call.understood, kept)
-        prepared = Prepared(self._kernel(call), call.launch, call.outputs, layout, keep, request)
-        prepared.basis = _basis(call, target)
+        lists_change = isinstance(block_table, GivenTable)
+        prepared = Prepared(
+            self._kernel(call), call.launch, call.outputs, layout, keep, request, lists_change=lists_change
+        )
+        prepared.basis = _basis(replace(call, table=None) if lists_change else call, target)
         self._keep(self._prepared, form, prepared)
         return prepared
 
@@ -903,6 +929,10 @@ def _basis(call: _Call, target: Target) -> Basis:
     """Return what the backward needs to know of calls of this form."""
     launch = call.launch
     return Basis(call.understood, call.problem, target, call.table, launch.scale, tuple(launch.scalars), call.derived)
+
+
+def _lists_of(block_table: Any) -> BlockTable | None:
+    return block_table.table if isinstance(block_table, GivenTable) else None
 
 
 def _offline_target(query: torch.Tensor) -> Target:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask as BlockMask  # torch's own is flexgen's
 
 from flexgen.block_states import BlockStates
 from flexgen.errors import OptionError

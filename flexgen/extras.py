@@ -43,6 +43,10 @@ class Extras:
         aux = WITH_LSE[self.aux.max_scores]
         return Extras(self.scale, aux, self.block_table, self.packing, self.validate, self.dropout, self.sides)
 
+    def with_table(self, block_table: Any) -> Extras:
+        """Return the same with another block table."""
+        return Extras(self.scale, self.aux, block_table, self.packing, self.validate, self.dropout, self.sides)
+
 
 def given_sides(kv_lengths: Any, page_table: Any, k_scale: Any, v_scale: Any) -> Mapping[str, Any]:
     """Return those of the arguments that are given."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -120,6 +119,7 @@ class PreparedBackward:
         wanted: the gradients to return, as `Step.backward` names them.
         table: the caller's block mask, if any.
         tables: the attention's.
+        lists_change: its lists come with each call.
     """
 
     def __init__(
@@ -132,11 +132,14 @@ class PreparedBackward:
         wanted: frozenset[str],
         table: BlockTable | None,
         tables: Tables,
+        *,
+        lists_change: bool = False,
     ) -> None:
         self.kernel = delta
         self._form, self._tables = form, tables
         # Lists by columns that the block mask lacks are derived anew each time: its own may be changed in place.
-        self._columns_of = table if table is not None and _lacks_columns(table) else None
+        self._columns_of = table if table is not None and not lists_change and _lacks_columns(table) else None
+        self._lists_change = lists_change
         self._delta = PreparedStep(delta.step(launch), launch, outputs, lists_change=False) if passes else None
         self._passes = [(one, self._step(one, launch, outputs)) for one in passes]
         self._unwritten = [name for name, *_ in form.inputs if not any(_writes(one.plan, name) for one in passes)]
@@ -157,7 +160,7 @@ class PreparedBackward:
         self._warm: WarmBackward | None = None
 
     def _step(self, one: Pass, launch: Launch, outputs: Mapping[str, torch.Tensor]) -> PreparedStep:
-        lists_change = one.request is not None or self._columns_of is not None
+        lists_change = one.request is not None or self._columns_of is not None or self._lists_change
         launch = replace(launch, table=one.lists)
         return PreparedStep(one.kernel.step(launch), launch, outputs, lists_change=lists_change)
 
@@ -168,6 +171,7 @@ class PreparedBackward:
         grad_logsumexp: torch.Tensor | None,
         scalars: Sequence[int | float],
         given: DerivedTable | None,
+        table: BlockTable | None,
     ) -> Gradients:
         """Launch every kernel and return the wanted gradients by name.
 
@@ -175,6 +179,7 @@ class PreparedBackward:
             saved, grad_output, grad_logsumexp: of this form.
             scalars: captured numbers.
             given: the derived table that the caller gave, if any.
+            table: the block mask, where its lists come with each call.
         """
         outputs = self._form.allocate(grad_output.device)
         for name in self._unwritten:
@@ -200,7 +205,7 @@ class PreparedBackward:
         for number, (one, step) in enumerate(self._passes):
             if number == self._first_sum:
                 named |= self._set_scales(outputs)
-            step.run(named, saved.buffers, scalars, self._lists(one, saved, scalars, given))
+            step.run(named, saved.buffers, scalars, self._lists(one, saved, scalars, given, table))
         return self._collected(outputs)
 
     def warmed(self, saved: Saved, grad_output: torch.Tensor) -> WarmBackward | None:
@@ -211,10 +216,18 @@ class PreparedBackward:
         """
         if self._warm is None and self._may_be_warm and self._delta is not None:
             steps: list[tuple[PreparedStep, ListsOf | None]] = [(self._delta, None)]
-            steps += [(step, partial(self._derived, one) if one.request else None) for one, step in self._passes]
+            steps += [(step, self._lists_of(one)) for one, step in self._passes]
             if all(step.is_bound for step, _ in steps):
                 self._warm = WarmBackward(steps, self._memory(grad_output.device), saved, grad_output, self._wanted)
         return self._warm
+
+    def _lists_of(self, one: Pass) -> ListsOf | None:
+        """Return what tells a pass's lists of a call, where they change."""
+        if self._lists_change:
+            return lambda saved, scalars, table: self._lists(one, saved, scalars, None, table)
+        if one.request is not None:
+            return lambda saved, scalars, table: self._derived(one, saved, scalars)
+        return None
 
     def _derived(self, one: Pass, saved: Saved, scalars: Sequence[int | float]) -> Lists:
         """Return the lists of the derived table of a call."""
@@ -238,14 +251,20 @@ class PreparedBackward:
         return scales
 
     def _lists(
-        self, one: Pass, saved: Saved, scalars: Sequence[int | float], given: DerivedTable | None
+        self,
+        one: Pass,
+        saved: Saved,
+        scalars: Sequence[int | float],
+        given: DerivedTable | None,
+        table: BlockTable | None,
     ) -> Mapping[str, torch.Tensor]:
         """Return the block lists of a call: the block mask's, or a derived table's of the kernel's tiles.
 
         Where the forward's tiles are of the same size, its table is found.
         """
-        if self._columns_of is not None:
-            return {**table_lists(self._columns_of), **column_lists(self._columns_of)}
+        table = table or self._columns_of
+        if table is not None:
+            return {**table_lists(table), **column_lists(table)}
         if one.request is None:
             return one.lists
         if one.takes_given and given is not None and given.form == one.form:

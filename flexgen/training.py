@@ -63,7 +63,7 @@ class Basis:
         understood: the mods and what is known of them.
         problem: the forward's.
         target: the chip.
-        table: the caller's block mask, if any.
+        table: the caller's block mask, if any, where its lists do not come with each call.
         scale: the softmax scale.
         scalars: names of the captured numbers.
         derived: the form of the table that the forward derived from the mask, or was given; then the backward kernels
@@ -83,11 +83,18 @@ class Basis:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """What one call brought, besides tensors that autograd saves: captured numbers, and a derived table."""
+    """What one call brought, besides tensors that autograd saves.
+
+    Attributes:
+        scalars: captured numbers.
+        given: a derived table.
+        table: the lists of a block mask.
+    """
 
     basis: Basis
     scalars: tuple[int | float, ...]
     given: DerivedTable | None = None
+    table: BlockTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,7 @@ class Training:
             grad_output = grad_output.contiguous()
         last = launches.last
         if last is not None and called.given is None:
-            found = last.gradients(saved, grad_output, grad_logsumexp, wanted, called.scalars)
+            found = last.gradients(saved, grad_output, grad_logsumexp, wanted, called.scalars, called.table)
             if found is not None:
                 return found
         form = _form(saved, grad_output, grad_logsumexp, wanted)
@@ -149,7 +156,7 @@ class Training:
                 launches.clear()
             launches.by_form[form] = prepared
         try:
-            found = prepared.run(saved, grad_output, grad_logsumexp, called.scalars, called.given)
+            found = prepared.run(saved, grad_output, grad_logsumexp, called.scalars, called.given, called.table)
             if grad_logsumexp is None and called.given is None:
                 launches.last = prepared.warmed(saved, grad_output)
             return found
@@ -190,15 +197,22 @@ class Training:
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         scalars = dict(zip(basis.scalars, called.scalars, strict=True))
+        if called.table is not None:  # the form's lists, of which this call's stand for all
+            basis = replace(basis, table=called.table)
         launch = _launch(basis, saved, grad_output, dict(zip(names, saved.buffers, strict=True)), scalars)
         gradients = gradient_form(launch, task)
         outputs = _placeholder_outputs(gradients.allocate(torch.device("meta")), task, grad_logsumexp)
         problem, guard = _described(basis, launch, outputs)
         kernels = self._compiled(basis, launch, problem, guard, task)
+        if called.table is not None:  # of which passes need the forms alone
+            launch = replace(launch, table={name: _without_memory(one) for name, one in launch.table.items()})
         passes = [self._pass(basis, launch, guard, *one) for one in kernels.passes]
         if basis.target.backend != "interpret":  # this process compiles the first meanwhile
             AHEAD.start([one.kernel.compile_job(replace(launch, table=one.lists), outputs) for one in passes[1:]])
-        return PreparedBackward(kernels.delta, passes, launch, outputs, gradients, wanted, basis.table, self._tables)
+        return PreparedBackward(
+            *(kernels.delta, passes, launch, outputs, gradients, wanted, basis.table, self._tables),
+            lists_change=called.table is not None,
+        )
 
     def _pass(self, basis: Basis, launch: Launch, guard: Guard, kernel: Kernel, plan: AnyBackwardPlan) -> Pass:
         """Return one kernel with the block lists that it reads: the block mask's, or those of a derived table."""

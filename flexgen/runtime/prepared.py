@@ -33,6 +33,7 @@ class Prepared:
         layout: of the caller's tensors.
         keep: objects whose identity is part of the form, kept alive.
         request: the derived table that calls need; then the lists come with each call.
+        lists_change: the lists of a block mask come with each call.
     """
 
     def __init__(
@@ -43,8 +44,11 @@ class Prepared:
         layout: Layout,
         keep: tuple[object, ...],
         request: TableRequest | None = None,
+        *,
+        lists_change: bool = False,
     ) -> None:
         self.kernel, self.request = kernel, request
+        lists_change = lists_change or request is not None
         self.basis: Any = None  # makes what the backward needs to know; set by whoever prepares
         self.columns_outside = outputs.columns_outside
         self._warm: WarmLaunch | None = None
@@ -57,7 +61,7 @@ class Prepared:
         allocated = outputs.allocate(launch.tensors["query"].to("meta"))
         kernel.warm(launch, allocated)
         self._steps = [
-            PreparedStep(step, launch, allocated, lists_change=request is not None) for step in kernel.steps(launch)
+            PreparedStep(step, launch, allocated, lists_change=lists_change) for step in kernel.steps(launch)
         ]
 
     def run(

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from flexgen.runtime.block_table import BlockTable
 from flexgen.runtime.differentiable import Gradients, Saved
 from flexgen.runtime.empty import DENSE
 from flexgen.runtime.prepared_step import PreparedStep, aligned_addresses
 from flexgen.runtime.tensor_guard import TensorGuard
 
-ListsOf = Callable[[Saved, Sequence[int | float]], Mapping[str, torch.Tensor]]
+ListsOf = Callable[[Saved, Sequence[int | float], BlockTable | None], Mapping[str, torch.Tensor]]
 GIVEN = ("query", "key", "value", "output", "logsumexp", "grad_output")
 
 
@@ -80,6 +81,7 @@ class WarmBackward:
         grad_logsumexp: torch.Tensor | None,
         wanted: frozenset[str],
         scalars: Sequence[int | float],
+        table: BlockTable | None,
     ) -> Gradients | None:
         """Launch every kernel and return the wanted gradients by name; None, with nothing done, for another form."""
         if grad_logsumexp is not None or saved.packing is not None or saved.dropout is not None:
@@ -93,7 +95,7 @@ class WarmBackward:
             together |= address
         if together & 15 or not self._is_of_form(tensors):
             return None
-        lists = [None if lists_of is None else lists_of(saved, scalars) for _, lists_of in self._steps]
+        lists = [None if lists_of is None else lists_of(saved, scalars, table) for _, lists_of in self._steps]
         listed = [_NO_LISTS if one is None else aligned_addresses(one) for one in lists]
         return None if None in listed else self._run(tensors, addresses, scalars, listed)
 
