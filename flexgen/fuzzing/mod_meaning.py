@@ -15,8 +15,8 @@ Mod = Callable[..., Any]
 
 
 OTHER_SEED = 1000
-MOST_OF_A_WEIGHT = 0.01  # by which rounding an exponent is taken to change a weight: larger scores are kept exact
-MOST_OF_A_SCORE = 0.5  # by which the backward's score may differ from the forward's
+MOST_OF_A_WEIGHT = 0.002  # by which rounding an exponent is taken to change a weight: larger scores are kept exact
+MOST_OF_A_SCORE = 0.1  # by which the backward's score may differ from the forward's
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,8 @@ def test_a_fork_goes_on_with_what_its_parent_made(tmp_path: Path) -> None:
     script = """
         attention = flexgen.compile(score_mod, mask_mod)
         assert is_right(attention, 20)
-        busy = threading.Thread(target=lambda: [is_right(attention, n) for n in range(20, 90)], daemon=True)
+        enough = threading.Event()
+        busy = threading.Thread(target=lambda: [enough.is_set() or is_right(attention, n) for n in range(20, 200)])
         busy.start()  # holds locks now and then
         children = []
         for number in range(4):
@@ -131,6 +132,8 @@ def test_a_fork_goes_on_with_what_its_parent_made(tmp_path: Path) -> None:
                 os._exit(0 if good else 1)
             children.append(child)
         print([os.waitpid(child, 0)[1] for child in children])
+        enough.set()
+        busy.join()
     """
     assert run(tmp_path, script).strip() == "[0, 0, 0, 0]"
 

@@ -47,3 +47,23 @@ ADDED = {
 def test_what_is_added_to_whole_rows_may_be_of_any_size(name: str, dtype: str):
     query, key, value = (drawn((1, 4, 130, 16), dtype, seed, requires_grad=True) for seed in range(3))
     check_call(flexgen.compile(ADDED[name]), query, key, value, backward=True)
+
+
+@pytest.mark.parametrize("added", ["a number", "an index"])
+@pytest.mark.parametrize("size", [1e4, 1e5, 1e6, 1e7])
+def test_large_scores_weigh_as_float32_rounds_them(size: float, added: str):
+    """What float32 has rounded away is gone; nothing more may be lost, in half precision either."""
+
+    def score_mod(score, b, h, q, k):
+        return score + (size if added == "a number" else q * (size / 64))
+
+    inputs = [drawn((1, 2, 64, 16), "bfloat16", seed, requires_grad=True) for seed in range(3)]
+    output = flexgen.compile(score_mod)(*inputs)
+    weight = drawn((1, 2, 64, 16), "bfloat16", 9)
+    exact = [it.detach().float().requires_grad_() for it in inputs]
+    rows = torch.arange(64).view(64, 1)
+    right = score_mod(exact[0] @ exact[1].mT / 4, None, None, rows, None).softmax(-1) @ exact[2]
+    found = (output, *torch.autograd.grad(output, inputs, weight))
+    wanted = (right, *torch.autograd.grad(right, exact, weight.float()))
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert float((mine.float() - theirs).detach().norm() / theirs.detach().norm()) < 4e-3
