@@ -19,7 +19,7 @@ EXAMPLES = """\
   flexgen explain causal.py --shape 2,16,16,8192,8192,128,128 --backward
                                                  and the work at these sizes, and what bounds it
   flexgen explain causal.py --shape 1,16,16,131072,131072,128,128 --ranks 8 64 1024
-                                                 and balance and traffic of the sequence sharded over ranks"""
+                                                 and balance and traffic over so many ranks"""
 
 _DECISION = re.compile(r"(?P<name>\s+\w+\s+= )(?P<value>.*?)(?P<word>\s+because: )(?P<reason>.*)")
 _FACT = re.compile(r"(?P<label>  [a-z][a-z ]+?  +)(?P<rest>.*)")
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="N",
-        help="predict balance and traffic of the sequence sharded over so many ranks, as flexgen.context_parallel does",
+        help="predict balance and traffic of the sequence sharded over so many ranks",
     )
 
 

@@ -69,7 +69,7 @@ def given_table(block_mask: Any, sizes: Sizes, *, contiguous: bool) -> GivenTabl
         check_contiguous(table)
     found = GivenTable(table, _form(table), read_of)
     if _shares_memory(table, read_of[3:]):  # a converted list would not follow what is written to the mask's
-        with suppress(AttributeError):  # an object without room for it is read at each call
+        with suppress(AttributeError, TypeError):  # an object without room for it is read at each call
             setattr(block_mask, _KEPT_AS, found)
     return found
 
