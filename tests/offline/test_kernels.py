@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 
 from flexgen.lowering.targets import TARGETS
 from flexgen.runtime.resources import measure
@@ -11,7 +12,8 @@ from tests.goldens.kernels import CASES, KernelCase
 from tests.offline.facts import compile_table, compiled
 
 MAIN = ("sm_80", "sm_90", "sm_100", "gfx942")
-PARKED = 8  # bytes: Triton 3.6's assembler parks a register or two even where it uses 80 of 255
+# Bytes: Triton 3.6's assembler parks a register or two even where it uses 80 of 255, and 3.9's up to ten at 255.
+PARKED = 40 if triton.__version__.startswith("3.9") else 8
 OTHERS = ("sm_86", "sm_89", "sm_120", "gfx90a", "gfx950")
 
 
