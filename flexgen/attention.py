@@ -441,7 +441,7 @@ class Attention:
         """Return the wanted gradients of a call that `run` made; see `Step.backward`."""
         extras = self._with_given_table(extras, tensors[0], tensors[1])
         prepared, _ = self._ready(reading, tensors, extras)
-        called = Called(prepared.basis, reading.scalars, table=_lists_of(extras.block_table))
+        called = Called(prepared.basis, reading.scalars, table=_given_lists(extras.block_table))
         return self._training.backward(called, saved, grad_output, grad_logsumexp, wanted)
 
     def _through_operator(
@@ -486,7 +486,7 @@ class Attention:
     ) -> dict[str, torch.Tensor]:
         """Run a prepared forward under autograd."""
         given = extras.block_table if isinstance(extras.block_table, DerivedTable) else None
-        called = Called(prepared.basis, reading.scalars, given, _lists_of(extras.block_table))
+        called = Called(prepared.basis, reading.scalars, given, _given_lists(extras.block_table))
         query, key, value = tensors
         if self.options.layout != "bhsd":
             query, key, value = (to_bhsd(tensor, self.options.layout) for tensor in tensors)
@@ -689,7 +689,7 @@ class Attention:
             extras.aux.lse,
             extras.aux.max_scores,
             extras.packing.form if extras.packing is not None else None,
-            table_form(block_table) if block_table is not None else None,
+            _form_of_table(block_table),
             tuple([_side_form(*named) for named in sides.items()]) if sides else None,
             tuple([tensor_form(buffer) for buffer in reading.buffers]) if reading.buffers else None,
             self._scalar_form(reading, query, key) if reading.scalars else None,
@@ -931,7 +931,15 @@ def _basis(call: _Call, target: Target) -> Basis:
     return Basis(call.understood, call.problem, target, call.table, launch.scale, tuple(launch.scalars), call.derived)
 
 
-def _lists_of(block_table: Any) -> BlockTable | None:
+def _form_of_table(block_table: Any) -> Hashable:
+    """Return what decides of a call's block table, if it has one."""
+    if block_table is None:
+        return None
+    return ("given", block_table.form) if isinstance(block_table, GivenTable) else table_form(block_table)
+
+
+def _given_lists(block_table: Any) -> BlockTable | None:
+    """Return the lists of a block mask that come with each call."""
     return block_table.table if isinstance(block_table, GivenTable) else None
 
 

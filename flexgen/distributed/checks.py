@@ -11,6 +11,10 @@ from flexgen.distributed.planning import check_attention
 from flexgen.errors import OptionError, ProblemTypeError, UnsupportedProblemError
 from flexgen.torch_library.distributed import PLAIN, is_distributed
 
+_OFFSETS = (
+    "offsets count tokens of one device, and a rank may hold a part of a sequence",
+    "capture the number of each token's sequence, and mask with number[q_idx] == number[kv_idx]",
+)
 # What a call of an Attention may bring and this one refuses: why, and what to do instead.
 _REFUSED = {
     "block_table": (
@@ -24,14 +28,8 @@ _REFUSED = {
     "page_table": ("it serves decoding, where keys are not sharded", "call the attention itself on each rank"),
     "k_scale": ("it serves decoding, where keys are not sharded", "multiply the key before"),
     "v_scale": ("it serves decoding, where keys are not sharded", "multiply the value before"),
-    "cu_seqlens_q": (
-        "offsets count tokens of one device, and a rank may hold a part of a sequence",
-        "capture the number of each token's sequence, and mask with number[q_idx] == number[kv_idx]",
-    ),
-    "cu_seqlens_k": (
-        "offsets count tokens of one device, and a rank may hold a part of a sequence",
-        "capture the number of each token's sequence, and mask with number[q_idx] == number[kv_idx]",
-    ),
+    "cu_seqlens_q": _OFFSETS,
+    "cu_seqlens_k": _OFFSETS,
     "dropout_p": (
         "what is dropped is drawn by positions in a rank's own tensors, so that ranks would repeat each other",
         "pass dropout_p=0, or drop the outputs instead of the weights",

@@ -54,9 +54,6 @@ def table_form(block_mask: Any) -> tuple[Hashable, ...]:
     """
     if isinstance(block_mask, DerivedTable):
         return (block_mask.form, block_mask.sizes, id(block_mask.owner))
-    read: Hashable = getattr(block_mask, "form", None)
-    if read is not None:  # of a GivenTable, whose lists come with each call
-        return ("given", read)
     lists = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "mask_mod")
     sizes = (str(getattr(block_mask, "BLOCK_SIZE", None)), str(getattr(block_mask, "seq_lengths", None)))
     return (*(id(getattr(block_mask, name, None)) for name in lists), *sizes)

@@ -64,7 +64,7 @@ class WarmBackward:
         # As its tensor is, where torch then makes the same strides: in less time than by naming them.
         alike = {f"grad_{name}": getattr(saved, name) for name in ("query", "key", "value")}
         self._inputs = [
-            (place, alike[name] is not None and _makes(alike[name], shape, strides, dtype), name, shape, strides, dtype)
+            (place, _makes(alike[name], shape, strides, dtype), name, shape, strides, dtype)
             for name, place, shape, strides, dtype in memory.inputs
         ]
         made = [*memory.row_names, *(name for name, *_ in memory.inputs), *(name for name, *_ in memory.sums)]
