@@ -36,7 +36,7 @@ class GivenTable:
     Attributes:
         table: its lists.
         form: everything about them that kernels and launches depend on, but addresses and contents.
-        read_of: what was read: sizes and, by identity, the mask's lists.
+        read_of: what was read: sizes, what was checked and, by identity, the mask's lists.
     """
 
     table: BlockTable
@@ -53,7 +53,7 @@ def given_table(block_mask: Any, sizes: Sizes, *, contiguous: bool) -> GivenTabl
     Raises:
         As `read_block_mask`; OptionError: a promise does not hold.
     """
-    read_of = _read_of(block_mask, sizes)
+    read_of = _read_of(block_mask, sizes, contiguous)
     found: GivenTable | None = getattr(block_mask, _KEPT_AS, None)
     if isinstance(found, GivenTable) and _is_same(found.read_of, read_of):
         return found
@@ -79,10 +79,15 @@ def _shares_memory(table: BlockTable, lists: Sequence[Any]) -> bool:
     return all(one is None or one.data_ptr() == of.data_ptr() for one, of in zip(read, lists, strict=True))
 
 
-def _read_of(block_mask: Any, sizes: Sizes) -> tuple[Any, ...]:
+def _read_of(block_mask: Any, sizes: Sizes, contiguous: bool) -> tuple[Any, ...]:
     lengths = getattr(block_mask, "seq_lengths", None), getattr(block_mask, "BLOCK_SIZE", None)
     lists = [getattr(block_mask, name, None) for name in _LISTS]
-    return (sizes, lengths, getattr(block_mask, "mask_mod", None), *lists)  # a slice's mask_mod says that it is one
+    return (
+        (sizes, contiguous),
+        lengths,
+        getattr(block_mask, "mask_mod", None),
+        *lists,
+    )  # a slice's mask_mod says that it is one
 
 
 def _is_same(read_of: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

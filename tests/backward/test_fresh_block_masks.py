@@ -117,3 +117,13 @@ def test_a_mask_may_be_changed_and_copied_after_it_was_read(launched):
     block_mask.full_q_num_blocks = block_mask.full_q_indices = None
     block_mask.mask_mod = other
     check(drawn(4), block_mask, other)
+
+
+def test_a_promise_is_checked_also_of_a_mask_that_was_read_without_it(launched):
+    def gap(b, h, q_idx, kv_idx):
+        return (kv_idx < 64) | (kv_idx >= 128)
+
+    block_mask, inputs = made(gap), drawn(0)
+    check(inputs, block_mask, gap)
+    with pytest.raises(flexgen.OptionError, match="BLOCKS_ARE_CONTIGUOUS=True, but"):
+        flexgen.flex_attention(*inputs, block_mask=block_mask, kernel_options={"BLOCKS_ARE_CONTIGUOUS": True})
