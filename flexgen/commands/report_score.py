@@ -30,6 +30,7 @@ _CELLS = 64  # a side of a heat map
 _MAP_HEIGHT = 480
 _LEVELS = 8  # of its colour, for each sign
 _MOST_CURVES = 4  # heads, in one plot
+_ROUNDING = 8 * torch.finfo(torch.float32).eps  # of a few operations of a mod, over their largest value
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def _changes_with_score(subject: ScoreSubject) -> bool:
     """Whether more is done to a score than to add to it."""
     scores = torch.linspace(-_SCORES, _SCORES, _POINTS, dtype=torch.float64)
     added = subject.values(scores, *_middle(subject)) - scores
-    return not bool(torch.allclose(added, added[:1].expand_as(added), atol=1e-9, equal_nan=True))
+    return not bool(torch.allclose(added, added[:1].expand_as(added), atol=_ROUNDING * _SCORES, equal_nan=True))
 
 
 def _curve(subject: ScoreSubject) -> Plot:
@@ -114,9 +115,11 @@ def _is_of_distance(subject: ScoreSubject) -> bool:
     length = min(sizes.Lq, sizes.Lk)
     positions = _samples(length, 48)
     added = subject.values(torch.zeros(()), positions[:, None], positions[None, :])
+    finite = added[added.isfinite()]
+    rounding = _ROUNDING * float(finite.abs().max()) if finite.numel() else 0.0
     for offset in range(1 - len(positions), len(positions)):
         along = added.diagonal(offset)
-        if not torch.allclose(along, along[:1].expand_as(along), rtol=1e-6, atol=1e-9, equal_nan=True):
+        if not torch.allclose(along, along[:1].expand_as(along), atol=rounding, equal_nan=True):
             return False
     return length > 1
 

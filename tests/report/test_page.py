@@ -203,6 +203,8 @@ CURVE, DISTANCE, POSITION = (
         ("score * 2", [CURVE]),
         ("score - 0.5 * (h + 1) * (q_idx - kv_idx)", [DISTANCE]),
         ("score + bias[q_idx, kv_idx]", [POSITION]),
+        ("score + bias[q_idx, kv_idx] * 1e-4", [POSITION]),
+        ("score + (0.1 * kv_idx - 0.1 * q_idx)", [DISTANCE]),
         ("score + 0.1 * q_idx", [POSITION]),
         ("torch.where(q_idx >= kv_idx, score, -float('inf'))", [DISTANCE]),
         ("20 * torch.tanh(score / 20) + bias[q_idx, kv_idx]", [CURVE, POSITION]),
