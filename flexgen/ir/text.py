@@ -28,6 +28,7 @@ from flexgen.ir.sizes import split_size_name
 LINE_LENGTH = 110
 LONGEST_NESTED = 64  # characters; a statement adds a name, a dtype and the axes
 _DEEPEST_NESTED = 4
+_GRADIENT = "grad"  # behind a buffer; so no line below it starts with that name
 _LEAVES = frozenset({"input", "const", "scalar"})
 
 
@@ -64,7 +65,7 @@ def print_name(name: object) -> str:
 
 def print_buffer(buffer: Buffer) -> str:
     sizes = ", ".join("*" if size is None else str(size) for size in buffer.sizes)
-    gradient = " grad" if buffer.requires_grad else ""
+    gradient = f" {_GRADIENT}" if buffer.requires_grad else ""
     name = print_name(buffer.name)
     return f"{name} {dtype_name(buffer.dtype)}[{sizes}]({', '.join(buffer.strides)}){gradient}"
 
@@ -92,7 +93,7 @@ class GraphPrinter:
         used_inputs = [node for node in self._nodes if node.op == "input"]
         self._input_dtypes = {str(node.attr): node.dtype for node in used_inputs}
         declared = [buffer.name for buffer in graph.buffers] + [scalar.name for scalar in graph.scalars]
-        self._names = Names([*MOD_INPUTS[graph.kind], *self._input_dtypes, *declared])
+        self._names = Names([_GRADIENT, *MOD_INPUTS[graph.kind], *self._input_dtypes, *declared])
         self._texts: dict[Node, str] = {}
         self._depths: dict[Node, int] = {}
         self._lines: list[str] = []

@@ -75,6 +75,14 @@ def test_captured_values_may_have_any_name(name: str) -> None:
     assert parse_graph(print_graph(graph)) == graph
 
 
+def test_a_variable_named_grad_is_not_taken_for_what_follows_a_buffer() -> None:
+    row = make("load", input_node("q_idx"), attr="table", dtype=torch.float32)
+    table = Buffer("table", torch.float32, (8,), ("1",))
+    graph = Graph("score", "mod", make("neg", row, dtype=torch.float32), (table,))
+    text = print_graph(graph, Origins({row: (_origin("grad", "grad = table[q_idx]"),)}))
+    assert parse_graph(text) == graph
+
+
 def test_a_scalar_named_like_an_input_is_told_apart() -> None:
     root = make("gt", input_node("h"), make("scalar", attr="h", dtype=torch.int64), dtype=torch.bool)
     graph = Graph("mask", "m", root, scalars=(Scalar("h", torch.int64),))
