@@ -29,8 +29,8 @@ test: $(INSTALLED) ## run the everyday tests
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	$(PYTEST) -m gpu
 
-test-slow: $(INSTALLED) ## run the tests that take minutes
-	$(PYTEST) -m slow -n auto --maxprocesses=$(MAX_TEST_PROCESSES)
+test-slow: $(INSTALLED) ## run the tests that take minutes, on examples of their own in each run
+	$(PYTEST) -m slow --hypothesis-profile default -n auto --maxprocesses=$(MAX_TEST_PROCESSES)
 
 test-versions: $(TRITONS:%=test-triton-%) ## compile the corpus offline with each supported Triton, in environments of their own
 
