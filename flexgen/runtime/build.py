@@ -29,7 +29,7 @@ from flexgen.runtime.arguments import TypedArg
 from flexgen.runtime.cache import source_cache
 from flexgen.runtime.compile_ahead import AHEAD
 from flexgen.runtime.compile_key import compile_key, lock_of, note_compiled
-from flexgen.runtime.compiled_cache import compiling_into
+from flexgen.runtime.compiled_cache import cache_of_triton, compiling_into
 from flexgen.runtime.environment import read_environment
 from flexgen.runtime.file_lock import only_one
 from flexgen.runtime.gluon_source import gluon_source
@@ -223,8 +223,7 @@ def _compile(source: ASTSource, gpu_target: GPUTarget, options: Mapping[str, obj
 @contextmanager
 def without_cache() -> Iterator[None]:
     """Compile everything anew, as where nothing was compiled before: through an empty cache of Triton's."""
-    with tempfile.TemporaryDirectory(prefix="flexgen-triton-") as directory, knobs.cache.scope():
-        knobs.cache.dir = directory
+    with tempfile.TemporaryDirectory(prefix="flexgen-triton-") as directory, cache_of_triton(Path(directory)):
         yield
 
 

@@ -1,7 +1,8 @@
 """Compiles kernels in other processes before they are needed, while this one compiles what it needs first.
 
-Whoever needs such a kernel waits for it and finds it in Triton's cache on disk. Nothing depends on it: where no process
-can be started, or one fails, each kernel is compiled here when it is needed.
+The first also build what Triton loads kernels with. Whoever needs one of these waits for it and finds it in Triton's
+cache on disk. Nothing depends on it: where no process can be started, or one fails, each kernel is compiled here when
+it is needed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from flexgen.runtime.cache import source_cache
-from flexgen.runtime.compile_job import CompileJob
+from flexgen.runtime.compile_job import CompileJob, DriverJob, Job
 from flexgen.runtime.compile_key import is_compiled
 from flexgen.runtime.compile_pool import CompilePool, usual_workers
 from flexgen.runtime.environment import read_environment
@@ -27,7 +28,7 @@ PROGRAM = "flexgen.runtime.compile_worker"
 
 
 class CompileAhead:
-    """The kernels that other processes compile for this one.
+    """What other processes compile for this one.
 
     Attributes:
         started: keys of all jobs that were ever started.
@@ -42,12 +43,14 @@ class CompileAhead:
     def started(self) -> frozenset[str]:
         return frozenset(self._done)
 
-    def start(self, jobs: Iterable[CompileJob]) -> None:
+    def start(self, jobs: Sequence[CompileJob]) -> None:
         """Begin to compile what is not compiled yet, each kernel in a process of its own; returns at once."""
         if not _can_start():
             return
         with self._lock:
-            new = {key: job for job in jobs if (key := job.key) not in self._done and not is_known(job)}
+            new: dict[str, Job] = {job.key: job for job in jobs if job.key not in self._done and not is_known(job)}
+            if new and DriverJob.key not in self._done and any(job.target.backend == "cuda" for job in jobs):
+                new = {DriverJob.key: DriverJob(), **new}  # what is needed first
             self._done |= {key: threading.Event() for key in new}
         if new:
             try:
@@ -56,7 +59,7 @@ class CompileAhead:
                 self._finish(new)
 
     def wait(self, key: str) -> None:
-        """Wait until a kernel is compiled, or has failed to be, if it was started."""
+        """Wait until something is compiled, or has failed to be, if it was started."""
         done = self._done.get(key)
         if done is not None and not done.wait(PATIENCE):
             _log.info("a compiling process takes longer than %.0f s; compiling here", PATIENCE)
@@ -66,7 +69,7 @@ class CompileAhead:
         for pool in list(self._pools):
             pool.close()
 
-    def _compile(self, jobs: Mapping[str, CompileJob]) -> None:
+    def _compile(self, jobs: Mapping[str, Job]) -> None:
         pool = CompilePool(min(len(jobs), usual_workers()), PROGRAM, bool)
         self._pools.add(pool)
         keys = list(jobs)

@@ -1,9 +1,9 @@
-"""A kernel to compile, as a value that passes between processes."""
+"""What another process is to compile, as values that pass between processes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from flexgen.codegen.source import KernelSource
 from flexgen.lowering.targets import Target
@@ -15,8 +15,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class DriverJob:
+    """What Triton builds before it loads a first kernel on an NVIDIA GPU."""
+
+    key: ClassVar[str] = "driver"
+
+    def run(self) -> None:
+        """Build it into Triton's cache on disk."""
+        from flexgen.runtime.launcher_ahead import build_driver  # with Triton
+
+        build_driver()
+
+
+@dataclass(frozen=True, slots=True)
 class CompileJob:
-    """What compiling takes.
+    """A kernel to compile.
 
     Attributes:
         options: of Triton's compiler, num_warps and num_stages among them.
@@ -54,3 +67,6 @@ class CompileJob:
             divisible=self.divisible,
             line_map=self.source.line_map,
         )
+
+
+Job = DriverJob | CompileJob

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import flexgen
-from flexgen.runtime.compile_job import CompileJob
+from flexgen.runtime.compile_job import Job
 from flexgen.runtime.environment import read_environment
 from flexgen.runtime.messages import receive, send
 
@@ -63,9 +63,9 @@ class CompilePool(Generic[Answer]):
                         pipe.close()
         self._processes.clear()
 
-    def compile(self, jobs: Sequence[CompileJob]) -> Iterator[tuple[int, Answer | str]]:
+    def compile(self, jobs: Sequence[Job]) -> Iterator[tuple[int, Answer | str]]:
         """Yield the position of each job and its answer, or why it does not compile, as they come."""
-        todo: queue.SimpleQueue[tuple[int, CompileJob]] = queue.SimpleQueue()
+        todo: queue.SimpleQueue[tuple[int, Job]] = queue.SimpleQueue()
         done: queue.SimpleQueue[tuple[int, Answer | str]] = queue.SimpleQueue()
         for numbered in enumerate(jobs):
             todo.put(numbered)
@@ -79,7 +79,7 @@ class CompilePool(Generic[Answer]):
     def _serve(
         self,
         process: subprocess.Popen[bytes],
-        todo: queue.SimpleQueue[tuple[int, CompileJob]],
+        todo: queue.SimpleQueue[tuple[int, Job]],
         done: queue.SimpleQueue[tuple[int, Answer | str]],
     ) -> None:
         """Give a process one job after the other; jobs of one that died are told as failed."""
@@ -95,7 +95,7 @@ class CompilePool(Generic[Answer]):
                 answer = f"the compiling process ended: {type(error).__name__}"
             done.put((number, answer))
 
-    def _ask(self, process: subprocess.Popen[bytes], job: CompileJob) -> Answer | str:
+    def _ask(self, process: subprocess.Popen[bytes], job: Job) -> Answer | str:
         assert process.stdin is not None and process.stdout is not None
         send(process.stdin, job)
         answer = receive(process.stdout)

@@ -11,16 +11,16 @@ import sys
 from collections.abc import Callable
 
 from flexgen.errors import FlexgenError
-from flexgen.runtime.compile_job import CompileJob
+from flexgen.runtime.compile_job import Job
 from flexgen.runtime.messages import receive, send
 
 
-def serve(answer_of: Callable[[CompileJob], object]) -> None:
+def serve(answer_of: Callable[[Job], object]) -> None:
     """Answer each job, or tell with a text why it does not compile, until there are no more."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anything prints goes elsewhere
     while (job := receive(sys.stdin.buffer)) is not None:
-        assert isinstance(job, CompileJob)
+        assert isinstance(job, Job)
         answer: object
         try:
             answer = answer_of(job)
@@ -29,10 +29,12 @@ def serve(answer_of: Callable[[CompileJob], object]) -> None:
         send(answers, answer)
 
 
-def _compile(job: CompileJob) -> bool:
+def _compile(job: Job) -> bool:
     from flexgen.runtime.launcher_ahead import build_launcher  # with Triton
 
-    build_launcher(job.run())
+    built = job.run()
+    if built is not None:
+        build_launcher(built)
     return True
 
 

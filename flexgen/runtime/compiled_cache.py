@@ -43,10 +43,26 @@ def compiling_into(directory: Path | None) -> Iterator[None]:
     if directory is None or _is_chosen() or make_private(own := directory / FOLDER) is not None:
         yield
         return
-    with knobs.cache.scope():
-        knobs.cache.dir, knobs.cache.manager_class = str(own), VerifiedCache
+    with cache_of_triton(own, VerifiedCache):
         yield
     evict_now_and_then(directory)
+
+
+@contextmanager
+def cache_of_triton(directory: Path, manager: type[FileCacheManager] | None = None) -> Iterator[None]:
+    """Let Triton keep what it compiles in a directory.
+
+    An assignment to a knob would also set the environment variable of its name, for a process that another thread
+    starts meanwhile to take for the user's choice.
+    """
+    values = vars(knobs.cache)  # what a knob has before its environment variable
+    before = dict(values)
+    values.update(dir=str(directory), manager_class=manager)
+    try:
+        yield
+    finally:
+        values.clear()
+        values.update(before)
 
 
 def _is_chosen() -> bool:

@@ -1,10 +1,21 @@
-"""Triton's C function that launches a kernel, built before it is needed."""
+"""What Triton has a C compiler build before it launches kernels, built before it is needed."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 
 from flexgen.runtime.build import Binary
+
+
+def build_driver() -> None:
+    """Have Triton build and keep its C module that loads kernels on NVIDIA GPUs, which takes over half a second.
+
+    Touches no device. Where it cannot be built here, whoever loads a kernel builds it.
+    """
+    from triton.backends.nvidia import driver
+
+    with suppress(Exception):
+        driver.CudaUtils()
 
 
 def build_launcher(binary: Binary) -> None:

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 from triton.runtime import _allocation
 
+from flexgen.runtime.compile_ahead import AHEAD
+from flexgen.runtime.compile_job import DriverJob
+
 # grid x, y, z, raw stream, one plain value per parameter (addresses as integers)
 Submit = Callable[[int, int, int, int, Sequence[object]], None]
 
@@ -31,6 +34,7 @@ def make_submit(kernel: Any, device: int) -> Submit:
         kernel: Triton's CompiledKernel.
         device: index of the current CUDA device.
     """
+    AHEAD.wait(DriverJob.key)
     run = kernel.run  # loads the machine code and builds the C launcher
     instrumented = getattr(run, "profile_scratch_size", 0) or getattr(run, "gsan_enabled", False)
     if instrumented or not hasattr(run, "launch_pdl"):

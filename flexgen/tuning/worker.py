@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from flexgen.runtime.compile_job import CompileJob
+from flexgen.runtime.compile_job import CompileJob, Job
 from flexgen.runtime.compile_worker import serve
 from flexgen.runtime.resources import measure
 from flexgen.tuning.cost import CompiledCost, cost_of
 
 
-def _cost(job: CompileJob) -> CompiledCost:
+def _cost(job: Job) -> CompiledCost:
+    assert isinstance(job, CompileJob)
     return cost_of(measure(job.run()), job.target)
 
 

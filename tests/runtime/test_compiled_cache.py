@@ -100,6 +100,15 @@ def test_who_chose_tritons_cache_keeps_it(directory: Path, tmp_path: Path, monke
         assert knobs.cache.manager_class is None
 
 
+def test_processes_that_start_meanwhile_see_nothing_of_it(directory: Path):
+    before = dict(os.environ)
+    with compiling_into(directory):
+        assert knobs.cache.dir == str(directory / FOLDER) and dict(os.environ) == before
+    with without_cache():
+        assert knobs.cache.dir != knobs.cache.get_triton_dir("cache") and dict(os.environ) == before
+    assert knobs.cache.dir == knobs.cache.get_triton_dir("cache")
+
+
 def test_without_a_cache_there_is_none(directory: Path):
     with without_cache(), compiling_into(directory):
         assert knobs.cache.manager_class is None
