@@ -79,7 +79,7 @@ from flexgen.torch_library.call import (
     autocast,
     call_operator,
     needs_operator,
-    refuse_distributed,
+    refuse_unreadable,
     share_of,
 )
 from flexgen.torch_library.cells import forget_cells, share_cells
@@ -700,7 +700,7 @@ class Attention:
         if (scale is not None and type(scale) not in (float, int)) or query.is_meta or key.is_meta or value.is_meta:
             return None
         if reading.buffers:
-            refuse_distributed(reading.buffers)
+            refuse_unreadable(reading.buffers)
             device = query.get_device()
             if any([buffer.get_device() != device for buffer in reading.buffers]):  # noqa: C419 (faster)
                 return None
