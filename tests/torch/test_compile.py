@@ -337,3 +337,30 @@ def test_number_and_list_that_the_traced_code_changes():
     traced, _ = compiled(step)
     for window in (5, 3, 2):  # noqa: B007 (the mod and the step read it)
         assert_same(run_with_gradients(traced, inputs), run_with_gradients(step, inputs))
+
+
+class Settings:
+    """Gives what its dictionary holds as attributes."""
+
+    def __init__(self, **held: object) -> None:
+        self.__dict__["held"] = held
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return self.__dict__["held"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def test_what_an_object_computes_is_a_guard():
+    settings, activation = Settings(slope=2), torch.nn.Sequential(torch.nn.Tanh())
+    attention, inputs = flexgen.compile(lambda score, b, h, q, k: activation(score * settings.slope)), draw()
+    traced, _ = compiled(lambda *tensors: attention(*tensors))
+    assert_same([traced(*inputs)], [attention(*inputs)])
+    settings.held["slope"] = 3
+    assert_same([traced(*inputs)], [attention(*inputs)])
+    activation[0] = torch.nn.Sigmoid()
+    found = traced(*inputs)
+    assert_same([found], [attention(*inputs)])
+    eager = flexgen.compile(lambda score, b, h, q, k: torch.sigmoid(score * 3))
+    assert_same([found], [eager(*inputs)])
