@@ -29,9 +29,15 @@ def forget_cells(*mods: Callable[..., Any] | None) -> None:
 
 
 def _known_cells() -> dict[int, Any]:
-    """Return what torch.compile has met so far, by identity."""
-    translator = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-    known: dict[int, Any] = translator.output.side_effects.id_to_variable
+    """Return what torch.compile has met so far, by identity; nothing where its internals are others than today's.
+
+    Cells that are shared then stop a trace with an error of torch.compile's, and nothing else changes.
+    """
+    try:
+        translator = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+        known: dict[int, Any] = translator.output.side_effects.id_to_variable
+    except AttributeError:
+        return {}
     return known
 
 
