@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import threading
 from collections import OrderedDict
@@ -78,11 +79,13 @@ from flexgen.torch_library.call import (
     autocast,
     call_operator,
     needs_operator,
-    refuse_distributed,
+    refuse_unreadable,
     share_of,
 )
+from flexgen.torch_library.cells import forget_cells, share_cells
 from flexgen.torch_library.refuse import refuse
-from flexgen.torch_library.spec import AT_ZERO, Starts
+from flexgen.torch_library.spec import AT_ZERO, Starts, print_options
+from flexgen.torch_library.traced import call_recorded
 from flexgen.training import Basis, Called, Training
 from flexgen.tuning.autotune import autotuned_settings, refuse_autotune
 from flexgen.tuning.tune import TuningSubject
@@ -464,9 +467,15 @@ class Attention:
             )
         if extras.block_table is not None:
             self._check_mask_of(extras.block_table)
+        traced = torch.compiler.is_dynamo_compiling()
+        if traced and self._shares_cells():
+            return call_recorded(self.score_mod, self.mask_mod, self._all_options(), tensors, extras)
         share = share_of(tensors, self.options.layout)
         form = self._operator_form(tensors[0].dtype, AT_ZERO if share is None else share.starts)
-        return call_operator(form, self.score_mod, self.mask_mod, tensors, extras, share)
+        outputs = call_operator(form, self.score_mod, self.mask_mod, tensors, extras, share)
+        if traced:
+            self._forget_cells()
+        return outputs
 
     def _operator_form(self, query_dtype: torch.dtype, starts: Starts) -> OperatorForm:
         return self._forms.of(query_dtype, starts)
@@ -474,6 +483,21 @@ class Attention:
     # torch.compile runs this while it traces and takes the result for a constant: what the result depends on is read,
     # and so guarded, by `call_operator`.
     _operator_form._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _shares_cells(self) -> bool:
+        return share_cells(self.score_mod, self.mask_mod)
+
+    _shares_cells._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _forget_cells(self) -> None:
+        forget_cells(self.score_mod, self.mask_mod)
+
+    _forget_cells._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _all_options(self) -> tuple[tuple[str, Any], ...]:
+        return tuple(json.loads(print_options(self.options)).items())
+
+    _all_options._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _recorded(
         self,
@@ -676,7 +700,7 @@ class Attention:
         if (scale is not None and type(scale) not in (float, int)) or query.is_meta or key.is_meta or value.is_meta:
             return None
         if reading.buffers:
-            refuse_distributed(reading.buffers)
+            refuse_unreadable(reading.buffers)
             device = query.get_device()
             if any([buffer.get_device() != device for buffer in reading.buffers]):  # noqa: C419 (faster)
                 return None

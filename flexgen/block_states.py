@@ -22,6 +22,7 @@ from flexgen.runtime.device_target import target_of
 from flexgen.runtime.mask_counts import MaskGrid, count_live_entries
 from flexgen.runtime.mask_evaluation import BoxMask, Mod
 from flexgen.runtime.table_kernels import TableKernels
+from flexgen.runtime.wrappers import is_wrapper
 
 KERNEL_PAIRS = 1 << 28  # (query, key) pairs; guess: with fewer, evaluating all costs less than compiling kernels
 MAX_KEPT = 64  # masks and kernels; the least recently made go first
@@ -59,7 +60,7 @@ class BlockStates:
 
         Returns:
             The states; None where kernels cannot tell: the mask cannot be captured, a captured tensor lies elsewhere or
-            a number is huge, or blocks are not of a size that they take.
+            is a wrapper, a number is huge, or blocks are not of a size that they take.
         """
         if not _is_taken(grid):
             return None
@@ -67,9 +68,9 @@ class BlockStates:
             with self._lock:
                 reading = mask if isinstance(mask, Reading) else self._live(mask).current()
                 launch = _launch(reading, grid, device)
-                if any(buffer.device != device for buffer in reading.buffers) or not scalars_are_trusted(
-                    launch.scalars
-                ):
+                if any(buffer.device != device or is_wrapper(buffer) for buffer in reading.buffers):
+                    return None
+                if not scalars_are_trusted(launch.scalars):
                     return None
                 kernels = self._of_size(reading, grid, launch)
         except FlexgenError:  # what flexgen does not capture, torch's own operations may evaluate

@@ -19,7 +19,7 @@ from flexgen.commands.arguments import add_backward, add_diff, add_dump_code, ad
 from flexgen.commands.console import WIDTH, Console, wrapped
 from flexgen.commands.file_spec import FileSpec
 from flexgen.commands.log import logging_as_asked
-from flexgen.errors import FlexgenError, InternalError
+from flexgen.errors import FlexgenError, InternalError, first_line
 
 OK, FAILED, REFUSED, BUG, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 
@@ -214,8 +214,17 @@ def _guarded(run: Callable[[argparse.Namespace, Console], int], arguments: argpa
         _tell(f"error: {error}", console, arguments.traceback)
         return REFUSED
     except Exception as error:
+        if _is_out_of_memory(error):
+            what = f"error: there is too little memory: {first_line(error)}\n  fix: give a smaller --shape"
+            _tell(what, console, arguments.traceback)
+            return REFUSED
         return _tell_bug(error, console, arguments.traceback)
     return code
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an array or tensor was too large: torch has no class of its own for the CPU's."""
+    return isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
 
 
 def _tell(message: str, console: Console, with_traceback: bool) -> None:
@@ -227,7 +236,7 @@ def _tell(message: str, console: Console, with_traceback: bool) -> None:
 
 
 def _tell_bug(error: Exception, console: Console, with_traceback: bool) -> int:
-    told = error.render() if isinstance(error, FlexgenError) else f"{type(error).__name__}: {error}".splitlines()[0]
+    told = error.render() if isinstance(error, FlexgenError) else f"{type(error).__name__}: {first_line(error)}"
     asks = "" if isinstance(error, InternalError) else "\n  please report it"
     hint = "" if with_traceback else "; --traceback shows where"
     _tell(f"bug in flexgen: {told}{asks}{hint}", console, with_traceback)

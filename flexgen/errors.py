@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LONGEST_LINE = 160  # of the user's source, in a message
+
 
 @dataclass(frozen=True, slots=True)
 class SourceSpan:
@@ -19,7 +21,10 @@ class SourceSpan:
     text: str
 
     def render(self) -> str:
-        """Return `file:line:column`, the line, and carets below the span, as a compiler would print it."""
+        """Return `file:line:column`, the line, and carets below the span, as a compiler would print it.
+
+        Of a very long line only the part around the span is shown.
+        """
         head = f"{self.file}:{self.line}:{self.column + 1}"
         if not self.text.strip():
             return head
@@ -27,8 +32,24 @@ class SourceSpan:
         shown = self.text.strip()
         start = max(self.column - indent, 0)
         stop = self.end_column - indent if self.end_line == self.line else len(shown)
-        carets = " " * start + "^" * max(min(stop, len(shown)) - start, 1)
+        stop = max(min(stop, len(shown)), start + 1)
+        if len(shown) > LONGEST_LINE:
+            first = max(min(start - LONGEST_LINE // 4, len(shown) - LONGEST_LINE), 0)
+            last = first + LONGEST_LINE
+            before, after = "..." if first else "", "..." if last < len(shown) else ""
+            shown = before + shown[first:last] + after
+            start, stop = start - first + len(before), min(stop, last) - first + len(before)
+        carets = " " * start + "^" * (stop - start)
         return f"{head}\n    {shown}\n    {carets}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says of itself; of a user's own class that may fail."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        return "its text cannot be read"
+    return lines[0] if lines else ""
 
 
 class FlexgenError(Exception):

@@ -15,7 +15,7 @@ from flexgen.runtime.prepared import Prepared
 from flexgen.runtime.prepared_step import aligned_addresses
 from flexgen.runtime.table_cache import TableRequest, Values
 from flexgen.runtime.warm_launch import WarmForm, WarmLaunch
-from flexgen.torch_library.call import is_observed, refuse_distributed
+from flexgen.torch_library.call import is_observed, refuse_unreadable
 
 Tensor = torch.Tensor
 
@@ -67,7 +67,7 @@ class WarmCalls:
             tensors += [side for side in sides.values() if isinstance(side, Tensor)]
             kinds = tuple([_kind(*named) for named in sides.items()])
         if buffers:
-            refuse_distributed(buffers)
+            refuse_unreadable(buffers)
             tensors += buffers
         numbers = self._scalar_form(reading, query, key) if scalars else None
         rest = (records, id(reading.captured), scale, type(scale), kinds, numbers)

@@ -137,8 +137,10 @@ class LiveMods:
             if reading is not None:
                 return reading
             for _ in range(_MAX_ATTEMPTS):
-                variant = self._capture(score_dtype)
+                variant, slots = self._capture(score_dtype)
                 _log.debug("captured %s", ", ".join(map(_told, self._roots.items())) or "no mods")
+                if _places(discover(self._roots)) != _places(slots):
+                    continue  # the mod filled a cache of its own, say: what it put there must be guarded too
                 found = variant.probe(*self._mods)
                 if found is not None:
                     self._variants = (variant, *self._variants[: _MAX_VARIANTS - 1])
@@ -170,7 +172,8 @@ class LiveMods:
                     return Reading(variant.captured, *found) if found[0] or found[1] else variant.without_values
         return None
 
-    def _capture(self, score_dtype: torch.dtype) -> _Variant:
+    def _capture(self, score_dtype: torch.dtype) -> tuple[_Variant, Sequence[Slot]]:
+        """Return a capture of the mods as they are now, and what they could read when it began."""
         if not score_dtype.is_floating_point:
             raise OptionError(f"score_dtype is {score_dtype}", fix="pass a floating dtype such as torch.float32.")
         slots = discover(self._roots)
@@ -179,7 +182,7 @@ class LiveMods:
             run_time = [slot for slot in slots if self._is_run_time(slot)]
             attempt = _Attempt(slots, run_time, score_dtype)
             try:
-                return attempt.variant(self._roots)
+                return attempt.variant(self._roots), slots
             except NeedsConstant as needs:
                 self._numbers.needed_constant.update(attempt.paths(needs.names))
             except CannotSubstitute:
@@ -267,6 +270,10 @@ class _Attempt:
             node: tuple(origins) for node, origins in self._builder.origins.items() if node in live
         }
         return Origins(MappingProxyType(table))
+
+
+def _places(slots: Sequence[Slot]) -> list[tuple[str, SlotKind]]:
+    return [(slot.path, slot.kind) for slot in slots]
 
 
 def _number(slot: Slot) -> Number:

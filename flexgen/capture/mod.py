@@ -20,7 +20,7 @@ from flexgen.capture.source import definition_of, user_span_of_traceback
 from flexgen.capture.tensors import CapturedTensors
 from flexgen.capture.tracer import Tracer
 from flexgen.capture.values import Refused
-from flexgen.errors import CaptureError, FlexgenError, SourceSpan, UnsupportedOpError
+from flexgen.errors import CaptureError, FlexgenError, SourceSpan, UnsupportedOpError, first_line
 from flexgen.ir.graph import Node, const
 
 Kind = Literal["score", "mask"]
@@ -86,9 +86,8 @@ def _with_problems(tracer: Tracer, error: FlexgenError) -> FlexgenError:
 
 
 def _raised(tracer: Tracer, mod: Callable[..., object], error: Exception, where: SourceSpan | None) -> CaptureError:
-    message = str(error).strip().partition("\n")[0]
     return CaptureError(
-        f"{mod_name(mod, 'the mod')} raised {type(error).__name__}: {message}",
+        f"{mod_name(mod, 'the mod')} raised {type(error).__name__}: {first_line(error)}",
         where=user_span_of_traceback(error.__traceback__) or where,
         why="mods are traced by calling them once with 0-d tensors for score, b, h, q_idx and kv_idx.",
         fix=_numpy_fix(mod) or "make the mod run on 0-d tensors; captured values are read as they are now.",

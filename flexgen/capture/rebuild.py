@@ -51,7 +51,7 @@ class _Rebuilder:
 
     def _copy(self, slot: Slot) -> Any:
         children = self._children.get(slot.index, [])
-        if any(child.step.kind is StepKind.CLASS for child in children):
+        if any(child.step.kind in (StepKind.CLASS, StepKind.COMPUTED) for child in children):
             raise CannotSubstitute(slot.path)
         match slot.value:
             case types.FunctionType() as function:

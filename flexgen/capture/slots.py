@@ -22,6 +22,7 @@ _MAX_SLOTS = 4000
 _MAX_ITEMS = 512
 _ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
 _GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_ANY_NAME = "*"  # among names of attributes: code makes some of them up, as in getattr(self, f"window_{kind}")
 
 
 class SlotKind(enum.Enum):
@@ -55,6 +56,7 @@ class StepKind(enum.Enum):
     ATTRIBUTE = "attribute"
     ITEM = "item"
     CLASS = "class"  # a function found on the class; it cannot be substituted
+    COMPUTED = "computed"  # an attribute that a descriptor or `__getattr__` gives; it cannot be substituted
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ def _reads(code: types.CodeType) -> _Reads:
             global_names[instruction.argval] = None
         elif instruction.opname in _ATTRIBUTE_READS:
             attributes[instruction.argval] = None
+    if not global_names.keys().isdisjoint(("getattr", "vars")) or "__dict__" in attributes:
+        attributes[_ANY_NAME] = None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             nested = _reads(constant)
@@ -236,12 +240,42 @@ _MISSING = object()
 def _attribute_steps(value: object, attributes: tuple[str, ...]) -> Iterator[Step]:
     """Yield the attributes, among those that the code names, that an object holds itself or finds on its class."""
     own = getattr(value, "__dict__", {})
-    for name in attributes:
+    made_up = _plain_names(own) if _ANY_NAME in attributes else ()
+    for name in dict.fromkeys((*attributes, *made_up, *_state_of_foreign_module(value))):
         if name in own and not (isinstance(value, type) and isinstance(own[name], staticmethod | classmethod)):
             yield Step(StepKind.ATTRIBUTE, name, f"{{}}.{name}", name, ("attribute", id(value), name), own[name])
         else:  # a method of a class, too: reading it gives no `staticmethod`, but what is wrapped in it
-            yield from _registered_step(value, name)
+            yield from tuple(_registered_step(value, name)) or _computed_step(value, name)
     yield from _call_steps(value)
+
+
+def _plain_names(own: Mapping[str, object]) -> Iterator[str]:
+    """Yield the names of numbers and texts, which are cheap to guard."""
+    return (name for name, value in own.items() if value is None or type(value) in (bool, int, float, str))
+
+
+def _state_of_foreign_module(value: object) -> Iterator[str]:
+    """Yield the names of what a module of torch's own holds, as Sequential its modules: its code is not looked at."""
+    if isinstance(value, torch.nn.Module) and _is_foreign(type(value).__module__):
+        for table in (value._parameters, value._buffers, value._modules, value.__dict__):
+            yield from (name for name in table if not name.startswith("_"))
+
+
+def _computed_step(value: object, name: str) -> Iterator[Step]:
+    """Yield an attribute that a descriptor or a `__getattr__` gives, where it is the same each time."""
+    owner = type(value)
+    if isinstance(value, type | torch.nn.Module) or _is_foreign(owner.__module__):
+        return
+    on_class = inspect.getattr_static(owner, name, _MISSING)
+    if on_class is _MISSING and not hasattr(owner, "__getattr__"):
+        return
+    try:
+        found, again = getattr(value, name), getattr(value, name)
+    except Exception:  # there is no such attribute; or it is the user's code that fails, at the read that the mod makes
+        return
+    is_plain = _kind(found) in (SlotKind.NUMBER, SlotKind.TEXT) and type(found) is type(again) and found == again
+    if found is again or is_plain:
+        yield Step(StepKind.COMPUTED, name, f"{{}}.{name}", name, ("attribute", id(value), name), found)
 
 
 def _own_steps(function: types.FunctionType, attributes: tuple[str, ...]) -> Iterator[Step]:
@@ -271,7 +305,8 @@ def _class_step(value: object, name: str) -> Iterator[Step]:
         return
     match found:
         case types.FunctionType():
-            yield Step(StepKind.CLASS, name, _on_class(value, name), name, place, found)
+            access = f"{{}}.{name}.__func__" if _is_bound(value, name, found) else _on_class(value, name)
+            yield Step(StepKind.CLASS, name, access, name, place, found)
         case property(fget=types.FunctionType() as getter):
             yield Step(StepKind.CLASS, name, _on_class(value, name) + ".fget", name, place, getter)
         case staticmethod() | classmethod():
@@ -281,6 +316,16 @@ def _class_step(value: object, name: str) -> Iterator[Step]:
             yield Step(StepKind.ATTRIBUTE, name, f"{{}}.{name}", name, ("attribute", id(value), name), held)
         case torch.Tensor() | int() | float() | str() | tuple() | list() | dict():
             yield Step(StepKind.ATTRIBUTE, name, f"{{}}.{name}", name, place, found)
+
+
+def _is_bound(value: object, name: str, function: types.FunctionType) -> bool:
+    """Whether an instance shows a function of its class as a method, in whose place an attribute may come to stand."""
+    if name.startswith("__"):
+        return False  # a call looks it up on the class
+    try:
+        return getattr(value, name).__func__ is function
+    except Exception:  # a class, or one with a `__getattribute__` of its own
+        return False
 
 
 def _on_class(value: object, name: str) -> str:

@@ -70,6 +70,12 @@ class CapturedTensors:
 
 
 def _check_kind(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested:
+        raise CaptureError(
+            f"captured tensor `{name}` is a nested tensor",
+            why="kernels load dense, real tensors.",
+            fix="capture its `.values()` and `.offsets()`, or pad it outside the mod: `.to_padded_tensor(0.0)`.",
+        )
     if tensor.dtype in _REFUSED_DTYPES or tensor.layout != torch.strided or tensor.is_quantized:
         raise CaptureError(
             f"captured tensor `{name}` is {tensor.dtype} with layout {tensor.layout}",

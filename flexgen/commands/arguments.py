@@ -9,6 +9,8 @@ from typing import NamedTuple
 from flexgen.commands.file_spec import parse_file_spec
 
 SHAPE_NAMES = "B,Hq,Hkv,Lq,Lk,Dqk,Dv"
+LARGEST_SIZE = (1 << 31) - 1
+MOST_ELEMENTS = 1 << 60  # of a tensor, whose bytes 64 bits count
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 STDOUT = "-"  # as a directory for --dump-code: print instead
 
@@ -26,6 +28,13 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         return ",".join(map(str, self))
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there can be tensors of these sizes, on the meta device at least."""
+        elements = (self.B * self.Hq * self.Lq * max(self.Dqk, self.Dv), self.B * self.Hkv * self.Lk * self.Dqk)
+        most = max(*elements, self.B * self.Hkv * self.Lk * self.Dv)
+        return min(self) >= 0 and max(self) <= LARGEST_SIZE and most <= MOST_ELEMENTS
 
 
 DEFAULT_SHAPE = Shape(1, 4, 4, 1024, 1024, 64, 64)
@@ -149,14 +158,20 @@ def parse_shape(text: str) -> Shape:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a shape: give {len(Shape._fields)} numbers {SHAPE_NAMES}, such as {DEFAULT_SHAPE}"
         )
-    return Shape(*map(int, parts))
+    shape = Shape(*map(int, parts))
+    if not shape.is_possible:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: no tensor can be that large")
+    return shape
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} are no lengths: give whole numbers, such as 100,37,1")
-    return tuple(map(int, parts))
+    lengths = tuple(map(int, parts))
+    if sum(lengths) > LARGEST_SIZE:
+        raise argparse.ArgumentTypeError(f"{text!r} are no lengths: their sum is more than {LARGEST_SIZE}")
+    return lengths
 
 
 def parse_count(text: str) -> int:

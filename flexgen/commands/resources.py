@@ -71,14 +71,16 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     wanted = [Wanted(*each) for each in itertools.product(targets, settings_of(arguments.compare))]
     rows: list[Row] = []
     refused: list[str] = []
+    errors: list[FlexgenError] = []
     for each in console.track(wanted, "compiling"):
         setting = settings_text(each.settings) if arguments.compare else ""
         try:
             rows += [Row(built, setting) for built in _build(subject, each, arguments.backward)]
         except FlexgenError as error:
-            if len(wanted) == 1:
-                raise
+            errors.append(error)
             refused.append(f"{each.target}{' ' if setting else ''}{setting}: {error.what}")
+    if errors and not rows:
+        raise errors[0]
     if rows:
         write_tables(rows, console)
     for row in rows:

@@ -103,10 +103,11 @@ def _shape_of(user: UserFile) -> Shape | None:
     if user.shape is None:
         return None
     sizes: Any = user.shape
-    if not isinstance(sizes, tuple | list) or len(sizes) != 7 or not all(type(size) is int for size in sizes):
+    is_whole = isinstance(sizes, tuple | list) and len(sizes) == 7 and all(type(size) is int for size in sizes)
+    if not is_whole or not Shape(*sizes).is_possible:
         raise UserFileError(
             f"SHAPE of {user.spec.path} is {sizes!r}",
-            why="a shape is seven whole numbers",
+            why="a shape is seven whole numbers, of which none is negative, and of which tensors can be made",
             fix=f"SHAPE = ({SHAPE_NAMES.replace(',', ', ')}), or pass --shape",
         )
     return Shape(*sizes)

@@ -16,9 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import torch
+
 from flexgen.attention import Attention
 from flexgen.commands.file_spec import FileSpec
-from flexgen.errors import FlexgenError, SourceSpan
+from flexgen.errors import FlexgenError, SourceSpan, first_line
 
 Mod = Callable[..., Any]
 Kind = Literal["score_mod", "mask_mod"]
@@ -60,7 +62,7 @@ def load_user_file(spec: FileSpec) -> UserFile:
     attention, mods = _named(module, spec) if spec.names else _by_convention(module, spec)
     if attention is not None:
         mods = {"score_mod": attention.score_mod, "mask_mod": attention.mask_mod}
-    return UserFile(spec, mods.get("score_mod"), mods.get("mask_mod"), attention, getattr(module, "SHAPE", None))
+    return UserFile(spec, mods.get("score_mod"), mods.get("mask_mod"), attention, vars(module).get("SHAPE"))
 
 
 # Loading.
@@ -77,12 +79,15 @@ def _load(path: Path) -> ModuleType:
     with _importable(path.resolve().parent), _located_errors(path):
         sys.modules[name] = module  # dataclasses and pickle look modules up there
         module_spec.loader.exec_module(module)
+    torch.set_default_device(None)  # what the file set is for its own tensors; commands compute on the CPU
     return module
 
 
 def _why_no_file(path: Path) -> str | None:
     if path.is_dir():
         return "it is a directory"
+    if path.is_symlink():
+        return "it is a link that leads to no file"
     siblings = [other.name for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1)
     return f"the nearest name in that directory is {near[0]}" if near else None
@@ -100,9 +105,12 @@ def _importable(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _located_errors(path: Path) -> Iterator[None]:
+def _located_errors(path: Path, passing: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Tell errors of the user's code at the user's line, but those of the class `passing`."""
     try:
         yield
+    except passing:
+        raise
     except SyntaxError as error:
         raise UserFileError(f"{path} does not parse: {error.msg}", where=_syntax_span(error)) from error
     except SystemExit as error:
@@ -117,8 +125,10 @@ def _located_errors(path: Path) -> Iterator[None]:
         raise UserFileError(
             f"{path} does not load: {error.what}", where=_innermost_span(error, path), why=error.why, fix=error.fix
         ) from error
-    except Exception as error:
-        summary = (str(error).strip().splitlines() or [""])[0]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        summary = first_line(error)
         raise UserFileError(
             f"{path} does not load: {type(error).__name__}{': ' if summary else ''}{summary}",
             where=_innermost_span(error, path),
@@ -126,7 +136,7 @@ def _located_errors(path: Path) -> Iterator[None]:
 
 
 def _syntax_span(error: SyntaxError) -> SourceSpan | None:
-    if error.filename is None or error.lineno is None:
+    if error.filename is None or not error.lineno:
         return None
     text = (error.text or linecache.getline(error.filename, error.lineno)).rstrip("\n")
     column = max((error.offset or 1) - 1, 0)
@@ -168,12 +178,19 @@ def _by_convention(module: ModuleType, spec: FileSpec) -> tuple[Attention | None
     if isinstance(attention, Attention):
         return attention, {}
     mods: dict[Kind, Mod | None] = {kind: found.get(kind) for kind in _PARAMETERS}
-    if not any(mods.values()):
+    if all(mod is None for mod in mods.values()):
         raise UserFileError(
             f"{spec.path} defines neither score_mod nor mask_mod",
             why=f"a file brings {' and/or '.join(_PARAMETERS.values())}, or an Attention named attention",
             fix=_suggestion(module, spec),
         )
+    for name, mod in mods.items():
+        if mod is not None and not callable(mod):
+            raise UserFileError(
+                f"{name} of {spec.path} is {type(mod).__name__}, not a function",
+                why=f"a file brings {' and/or '.join(_PARAMETERS.values())}",
+                fix=f"define it as a function; a tensor is read by one: def {_PARAMETERS[name]}: return table[...]",
+            )
     return None, mods
 
 
@@ -210,7 +227,8 @@ def _named(module: ModuleType, spec: FileSpec) -> tuple[Attention | None, dict[K
 
 def _look_up(module: ModuleType, spec: FileSpec, name: str) -> Any:
     try:
-        return reduce(getattr, name.split("."), module)
+        with _located_errors(spec.path, passing=AttributeError):
+            return reduce(getattr, name.split("."), module)
     except AttributeError:
         own = [known for known, value in vars(module).items() if callable(value) and not known.startswith("__")]
         near = difflib.get_close_matches(name, own, n=1)
@@ -221,6 +239,12 @@ def _look_up(module: ModuleType, spec: FileSpec, name: str) -> Any:
 
 def _kind_of(spec: FileSpec, name: str, value: object) -> Kind:
     kinds = _kinds(value)
+    if inspect.isfunction(value) and "." in name and next(iter(inspect.signature(value).parameters), "") == "self":
+        raise UserFileError(
+            f"{spec.path}:{name} is a method, and of no object",
+            why="its first argument, self, would be taken for one of a mod's",
+            fix=f"make an object at the top of the file, and name the method of that: FILE:object.{value.__name__}",
+        )
     if len(kinds) == 2 and name in _PARAMETERS:
         return "score_mod" if name == "score_mod" else "mask_mod"
     if len(kinds) != 1:

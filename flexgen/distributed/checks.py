@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flexgen.distributed.planning import check_attention
 from flexgen.errors import OptionError, ProblemTypeError, UnsupportedProblemError
-from flexgen.torch_library.distributed import PLAIN, is_distributed
+from flexgen.runtime.wrappers import PLAIN
+from flexgen.torch_library.distributed import is_distributed
 
 _OFFSETS = (
     "offsets count tokens of one device, and a rank may hold a part of a sequence",

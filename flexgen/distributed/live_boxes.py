@@ -121,7 +121,7 @@ def _pairs_of_rows(mask: WholeMask, queries: Side) -> Tensor | None:
     q_idx = torch.arange(mask.q_len, device=mask.device)
     ranges = [_row_range(mask, segment.outer, q_idx) for segment in rows.segments]
     if not ranges:
-        return torch.zeros(queries.chunks, dtype=torch.int64)
+        return torch.zeros(queries.chunks, dtype=torch.int64, device=mask.device)
     shape = torch.broadcast_shapes(*(end.shape for ends in ranges for end in ends))  # type: ignore[no-untyped-call]
     lo, hi = (torch.stack([end.expand(shape) for end in ends]) for ends in zip(*ranges, strict=True))
     counts = _along(_united(lo, hi), mask.q_len)

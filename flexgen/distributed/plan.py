@@ -239,8 +239,8 @@ def make_plan(mask: WholeMask, extent: Extent, assignment: Assignment, *, count:
     check_cut("a query", extent.q_len, assignment)
     check_cut("a key", extent.kv_len, assignment)
     boxes = live_boxes(mask, assignment.chunks, GRAIN, count=count)
-    held = torch.tensor([assignment.of_rank(rank) for rank in range(assignment.ranks)])
-    chunk_pairs = torch.tensor(boxes.pairs, dtype=torch.int64)
+    held = torch.tensor([assignment.of_rank(rank) for rank in range(assignment.ranks)], device="cpu")
+    chunk_pairs = torch.tensor(boxes.pairs, dtype=torch.int64, device="cpu")
     pairs = chunk_pairs[held].sum(1).tolist()
     return ContextPlan(assignment, extent, boxes, _rows(boxes, held), tuple(pairs))
 

@@ -316,7 +316,7 @@ def _first_not_below(value: float, dtype: torch.dtype, *, strict: bool) -> int |
     """Return the least integer that rounds in the floating dtype to at least (strict: above) the value."""
 
     def reached(integer: int) -> bool:
-        rounded = float(torch.tensor(integer, dtype=torch.int64).to(dtype))
+        rounded = float(torch.tensor(integer, dtype=torch.int64, device="cpu").to(dtype))
         return rounded > value if strict else rounded >= value
 
     low, high = -_FAR, _FAR

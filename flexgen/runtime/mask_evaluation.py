@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flexgen.errors import CaptureError, FlexgenError, SourceSpan
+from flexgen.errors import CaptureError, FlexgenError, SourceSpan, first_line
 
 Mod: TypeAlias = Callable[..., torch.Tensor]
 
@@ -76,7 +77,8 @@ def evaluate_score(score_mod: Mod, box: IndexBox, device: torch.device) -> torch
         CaptureError: score_mod raised or branched on a value.
     """
     zero = torch.zeros((), device=device)
-    return _map_over_indices(lambda *indices: score_mod(zero, *indices), box.tensors(device))
+    modified = _returning_a_tensor(score_mod)
+    return _map_over_indices(lambda *indices: modified(zero, *indices), box.tensors(device))
 
 
 def modify_scores(score_mod: Mod, scores: torch.Tensor, box: IndexBox) -> torch.Tensor:
@@ -85,7 +87,7 @@ def modify_scores(score_mod: Mod, scores: torch.Tensor, box: IndexBox) -> torch.
     Raises:
         CaptureError: score_mod raised or branched on a value.
     """
-    return _map_over_indices(score_mod, box.tensors(scores.device), scores)
+    return _map_over_indices(_returning_a_tensor(score_mod), box.tensors(scores.device), scores)
 
 
 def batch_and_head_matter(mask_mod: Mod, device: torch.device) -> tuple[bool, bool]:
@@ -150,11 +152,23 @@ def _map_over_indices(mod: Mod, indices: list[torch.Tensor], *scores: torch.Tens
     return result
 
 
+def _returning_a_tensor(score_mod: Mod) -> Mod:
+    """Let a score_mod return a number, which torch.vmap does not take."""
+
+    def modified(score: torch.Tensor, *indices: torch.Tensor) -> Any:
+        returned: Any = score_mod(score, *indices)
+        if isinstance(returned, bool | int | float | np.generic):
+            return torch.full((), float(returned), dtype=score.dtype, device=score.device)
+        return returned
+
+    return modified
+
+
 def _returning_one_bool(mask_mod: Mod) -> Mod:
     def checked(*indices: torch.Tensor) -> torch.Tensor:
         allowed: Any = mask_mod(*indices)
-        if isinstance(allowed, bool):
-            return torch.full((), allowed, device=indices[0].device)
+        if isinstance(allowed, bool | np.bool_):
+            return torch.full((), bool(allowed), device=indices[0].device)
         if isinstance(allowed, torch.Tensor) and allowed.dtype == torch.bool and allowed.dim() == 0:
             return allowed
         raise CaptureError(
@@ -174,12 +188,12 @@ def _describe(value: object) -> str:
 
 def _located(error: Exception) -> CaptureError:
     """Return the error a mod raised, at the user's innermost line."""
-    summary = str(error).strip().splitlines()
-    branched = "data-dependent control flow" in str(error)
+    summary = first_line(error)
+    branched = "data-dependent control flow" in summary
     return CaptureError(
         "the mod branches on a traced value" if branched else f"the mod raised {type(error).__name__}",
         where=_users_place(error),
-        why="an index stands for many at once, so Python cannot take one branch" if branched else "".join(summary[:1]),
+        why="an index stands for many at once, so Python cannot take one branch" if branched else summary,
         fix="use torch.where for `if`, and `&`, `|`, `~` for `and`, `or`, `not`" if branched else None,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.runtime.wrappers import is_wrapper, refuse_wrapper
 
 DTYPES = (torch.int32, torch.int64)
 MOST_SEQUENCES = 1 << 24  # index arithmetic counts on batch numbers below this
@@ -112,6 +113,8 @@ def _check_offsets(name: str, offsets: torch.Tensor, query: torch.Tensor) -> Non
             why="it lists where each sequence begins, and where the last one ends, one after the other in memory",
             fix=f"pass [sequences + 1] entries, for example {FROM_LENGTHS}",
         )
+    if not is_wrapper(query):
+        refuse_wrapper(name, offsets)
     if offsets.device != query.device and not query.is_meta:
         raise UnsupportedProblemError(
             f"{name} is on {offsets.device}, query on {query.device}",

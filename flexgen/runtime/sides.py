@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flexgen.errors import ProblemTypeError, UnsupportedProblemError
+from flexgen.runtime.wrappers import refuse_wrapper
 
 SIDE_NAMES = ("kv_lengths", "page_table", "k_scale", "v_scale")
 LENGTH_DTYPES = (torch.int32, torch.int64)
@@ -172,6 +173,7 @@ def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], why: s
 
 
 def _check_device(name: str, tensor: torch.Tensor, extents: Extents) -> None:
+    refuse_wrapper(name, tensor)
     if tensor.device != extents.device:
         raise UnsupportedProblemError(
             f"{name} is on {tensor.device}, query on {extents.device}", fix=f"move {name} to {extents.device}"

@@ -60,7 +60,7 @@ class TableKernels:
         needed = tables["ends"][-1:].sum()  # 0 where there is no row
         capacity = int(needed) if max_blocks is None else max_blocks
         lists = new_lists(form, sizes, self.plan.walked, capacity, launch.device)
-        torch.arange(columns, out=lists[f"{self.plan.walked.value}_indices"][:columns])
+        torch.arange(columns, out=lists[f"{self.plan.walked.value}_indices"][:columns], device=launch.device)
         self._run(self._source.fill, grid, launch, tables | lists)
         if self._source.drop is not None:
             self._run(self._source.drop, grid, launch, lists)

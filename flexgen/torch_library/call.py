@@ -17,8 +17,9 @@ from flexgen.extras import Extras
 from flexgen.options import Layout, Options
 from flexgen.runtime.dropout import Dropout
 from flexgen.runtime.packing import refuse_table
+from flexgen.runtime.wrappers import PLAIN, refuse_wrapper
 from flexgen.torch_library.block_lists import Lists, lists_of
-from flexgen.torch_library.distributed import PLAIN, is_distributed
+from flexgen.torch_library.distributed import is_distributed
 from flexgen.torch_library.refuse import refuse
 from flexgen.torch_library.spec import AT_ZERO, KEPT, Starts, print_options, spec_of
 from flexgen.torch_library.transforms import call_transformed
@@ -175,6 +176,19 @@ def refuse_distributed(buffers: Sequence[torch.Tensor]) -> None:
             fix="make query, key and value DTensors of its mesh, or capture its .full_tensor(), called outside. In a "
             "module that fully_shard wraps, parameters are plain tensors: call the module, not a part of it",
         )
+
+
+def refuse_unreadable(buffers: Sequence[torch.Tensor]) -> None:
+    """Refuse captured tensors that have no data at their address, for a call that reads them there.
+
+    Raises:
+        UnsupportedProblemError: a captured tensor is a DTensor, or another wrapper.
+    """
+    special = [buffer for buffer in buffers if type(buffer) not in PLAIN]
+    if special:
+        refuse_distributed(special)
+        for buffer in special:
+            refuse_wrapper("a captured tensor", buffer)
 
 
 def refuse_shared_dropout(seed: torch.Tensor | None) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+from flexgen.runtime.wrappers import PLAIN
 
 
 def is_distributed(tensor: Any) -> bool:

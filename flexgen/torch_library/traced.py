@@ -28,6 +28,7 @@ from flexgen.torch_library.call import (
     seed_and_probability,
     share_of,
 )
+from flexgen.torch_library.cells import forget_cells, share_cells
 from flexgen.torch_library.recorded import Captures, RecordedForm, form_of_records, record, shows_no_values
 from flexgen.torch_library.spec import AT_ZERO, KEPT, Starts
 
@@ -49,25 +50,27 @@ def call_traced(
         tensors = jagged.tensors
     extras = Extras(scale, read_aux_request(return_aux), block_mask, jagged.packing if jagged is not None else None)
     tensors = autocast(tensors)
-    if shows_no_values(score_mod) or shows_no_values(mask_mod):
-        outputs = _call_recorded(score_mod, mask_mod, options, tensors, extras)
+    if _are_recorded(score_mod, mask_mod):
+        outputs = call_recorded(score_mod, mask_mod, options, tensors, extras)
     else:
         share = share_of(tensors, "bhsd")
         starts = AT_ZERO if share is None else share.starts
         form = _form(*_parts(score_mod), *_parts(mask_mod), options, tensors[0].dtype, starts)
         outputs = call_operator(form, score_mod, mask_mod, tensors, extras, share)
+        _forget_cells(*_parts(score_mod), *_parts(mask_mod))
     result = outputs["output"] if return_aux is None else (outputs["output"], aux_output(outputs, extras.aux))
     return result if jagged is None else jagged.nested(result)
 
 
-def _call_recorded(
+def call_recorded(
     score_mod: Any,
     mask_mod: Any,
     options: tuple[tuple[str, Any], ...],
     tensors: Tensors,
     extras: Extras,
 ) -> dict[str, torch.Tensor]:
-    share = share_of(tensors, "bhsd")
+    """Make a call by mods that are recorded, see `recorded.py`; returns what `call_operator` does."""
+    share = share_of(tensors, dict(options).get("layout", "bhsd"))
     starts = AT_ZERO if share is None else share.starts
     operands = _recorded(score_mod, mask_mod, options, tensors[0].dtype, starts)
     lists, sizes = lists_of(extras.block_table)
@@ -90,10 +93,11 @@ class Operands:
 
 def operands_of(score_mod: Any, mask_mod: Any) -> Operands:
     """Return what an operator takes of mods that are computed apart from an attention, with scores in float32."""
-    if shows_no_values(score_mod) or shows_no_values(mask_mod):
+    if _are_recorded(score_mod, mask_mod):
         return _recorded(score_mod, mask_mod, (), torch.float32, AT_ZERO)
     form = _form(*_parts(score_mod), *_parts(mask_mod), (), torch.float32, AT_ZERO)
     captured = read(form.reader, score_mod, mask_mod)
+    _forget_cells(*_parts(score_mod), *_parts(mask_mod))
     return Operands(form.spec, form.options, captured.buffers, captured.integers, captured.floats)
 
 
@@ -129,6 +133,13 @@ def _form_of(
     return form_of_records(score, mask, kinds, len(captures.symbols), options, dtype, starts)
 
 
+def _are_recorded(score_mod: Any, mask_mod: Any) -> bool:
+    """Whether torch.compile does not let what the mods captured be looked at."""
+    if shows_no_values(score_mod) or shows_no_values(mask_mod):
+        return True
+    return _share_cells(*_parts(score_mod), *_parts(mask_mod))
+
+
 def _parts(mod: Any) -> Parts:
     """Return the function and the receiver of a bound method: torch.compile knows the values of both, not of it."""
     return (mod.__func__, mod.__self__) if isinstance(mod, types.MethodType) else (mod, None)
@@ -150,6 +161,18 @@ def _form(
 
 # torch.compile runs it while it traces and takes the result for a constant, see `Attention._operator_form`.
 _form._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _share_cells(score_function: Any, score_receiver: Any, mask_function: Any, mask_receiver: Any) -> bool:
+    return share_cells(_mod(score_function, score_receiver), _mod(mask_function, mask_receiver))
+
+
+def _forget_cells(score_function: Any, score_receiver: Any, mask_function: Any, mask_receiver: Any) -> None:
+    forget_cells(_mod(score_function, score_receiver), _mod(mask_function, mask_receiver))
+
+
+_share_cells._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_forget_cells._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=KEPT)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import flexgen
-from flexgen.errors import FlexgenError, InternalError
+from flexgen.errors import FlexgenError, InternalError, UnsupportedProblemError
 
 QUERY = torch.randn(1, 1, 20, 16)
 
@@ -39,6 +40,53 @@ def test_drop_in_refuses_malformed_keywords(keywords: dict[str, Any]) -> None:
 def test_query_that_is_no_dense_tensor_is_refused(query: Any) -> None:
     with pytest.raises(FlexgenError):
         flexgen.compile()(query, QUERY, QUERY)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without data, which computes with another one."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Wrapper, lambda it: it.inner, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+WRAPPED: dict[str, Any] = {
+    "kv_lengths": torch.tensor([3]),
+    "k_scale": torch.ones(1),
+    "cu_seqlens_q": torch.tensor([0, 20]),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapper_of_a_tensor_that_kernels_read_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedProblemError, match=f"{name} is of Wrapper"):
+        flexgen.compile()(QUERY, QUERY, QUERY, **{name: Wrapper(WRAPPED[name])})
+
+
+def test_captured_wrapper_is_refused_also_where_a_tensor_was_captured() -> None:
+    table = plain = torch.randn(20)
+    attention = flexgen.compile(lambda score, b, h, q, k: score + table[q] * table[k])
+    for _ in range(3):
+        right = attention(QUERY, QUERY, QUERY)
+    table = Wrapper(plain)
+    with pytest.raises(UnsupportedProblemError, match="captured tensor is of Wrapper"):
+        attention(QUERY, QUERY, QUERY)
+    # where the query is a wrapper too, its class says how to compute
+    torch.testing.assert_close(attention(Wrapper(QUERY), QUERY, QUERY), right)
+
+
+def test_wrapped_query_is_computed_by_its_class() -> None:
+    attention = flexgen.compile()
+    torch.testing.assert_close(attention(QUERY, QUERY, Wrapper(QUERY)), attention(QUERY, QUERY, QUERY))
 
 
 def test_constant_below_the_normal_numbers_runs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import enum
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -231,3 +232,103 @@ def test_what_holds_the_same_is_captured_once() -> None:
         held.discard(9)
         attention(query, query, query)
     assert attention.understood == first
+
+
+class Fallback:
+    """Gives what its dictionary holds as attributes, as many classes of settings do."""
+
+    def __init__(self) -> None:
+        self.__dict__["held"] = {"window": 2}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["held"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class FromAList:
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return instance.windows[0]
+
+
+class Computed:
+    window = FromAList()
+
+    def __init__(self) -> None:
+        self.windows = [2]
+
+
+class Cached:
+    size = 2
+
+    @functools.cached_property
+    def window(self) -> int:
+        return self.size
+
+    def widen(self) -> None:
+        self.size = 9
+        del self.__dict__["window"]
+
+
+class Replaced:
+    def window(self) -> int:
+        return 2
+
+
+def _attribute_of_a_dictionary() -> tuple[Mod, Any]:
+    held = Fallback()
+    return lambda b, h, q, k: q - k < held.window, lambda: held.held.update(window=9)
+
+
+def _attribute_of_a_descriptor() -> tuple[Mod, Any]:
+    held = Computed()
+    return lambda b, h, q, k: q - k < held.window, lambda: held.windows.__setitem__(0, 9)
+
+
+def _attribute_that_was_cached() -> tuple[Mod, Any]:
+    held = Cached()
+    return lambda b, h, q, k: q - k < held.window, held.widen
+
+
+def _method_that_an_attribute_replaces() -> tuple[Mod, Any]:
+    held = Replaced()
+    return lambda b, h, q, k: q - k < held.window(), lambda: setattr(held, "window", lambda: 9)
+
+
+def _attribute_of_a_made_up_name() -> tuple[Mod, Any]:
+    held = SimpleNamespace(window_0=2, layer=0)
+    return lambda b, h, q, k: q - k < getattr(held, f"window_{held.layer}"), lambda: setattr(held, "window_0", 9)
+
+
+def _item_that_the_mod_made() -> tuple[Mod, Any]:
+    held: dict[str, int] = collections.defaultdict(lambda: 2)
+    return lambda b, h, q, k: q - k < held["window"], lambda: held.update(window=9)
+
+
+def _module_of_a_sequence() -> tuple[Mod, Any]:
+    held = torch.nn.Sequential(torch.nn.Identity())
+    return lambda b, h, q, k: held(q - k) < 5, lambda: held.__setitem__(0, torch.nn.Hardtanh(0, 4))
+
+
+def _number_of_a_module_of_torch() -> tuple[Mod, Any]:
+    held = torch.nn.Threshold(3, 0)
+    return lambda b, h, q, k: held(q - k) < 5, lambda: setattr(held, "threshold", 9)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(_attribute_of_a_dictionary, _attribute_of_a_descriptor, _attribute_that_was_cached),
+        *(_method_that_an_attribute_replaces, _attribute_of_a_made_up_name, _item_that_the_mod_made),
+        *(_module_of_a_sequence, _number_of_a_module_of_torch),
+    ],
+)
+def test_what_objects_compute_or_hide_is_read_again(make: Any) -> None:
+    mask, change = make()
+    attention = flexgen.compile(None, mask)
+    for _ in range(2):
+        assert is_right(attention, mask)
+    change()
+    for _ in range(2):
+        assert is_right(attention, mask)

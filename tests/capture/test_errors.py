@@ -151,3 +151,12 @@ def test_mod_without_source_degrades_to_an_error_without_a_line() -> None:
 def test_mask_gets_no_score_and_complex_tables_are_refused() -> None:
     table = torch.zeros(8, dtype=torch.complex64)
     assert "complex64" in refuse(lambda s, b, h, q, k: s + table[q].real).what
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_captured_nested_tensor_is_refused(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(4), torch.zeros(3)], layout=layout)
+    error = refuse(lambda score, b, h, q, k: score + nested[b, k])
+    assert "`nested` is a nested tensor" in error.what
+    assert ".values()" in str(error.fix)

@@ -168,6 +168,14 @@ def test_check_says_that_a_shape_does_not_fit_the_captured_tensors(mods: Path, r
 
 
 @needs_triton
+@pytest.mark.parametrize("returned", ["2", "-1.5", "True"])
+def test_check_takes_a_score_mod_that_returns_a_number(tmp_path: Path, run: Run, returned: str) -> None:
+    path = tmp_path / "mods.py"
+    path.write_text(f"def score_mod(s, b, h, q, k):\n    return {returned}\n")
+    said = run("check", path, "--shape", "1,1,1,20,20,16,16")
+    assert said.code == 0 and said.out.endswith("pass\n")
+
+
 def test_check_refuses_a_chip_that_is_not_here(causal: Path, run: Run) -> None:
     said = run("check", causal, "--target", "gfx942")
     assert said.code == 2 and "check cannot run on gfx942" in said.err

@@ -175,6 +175,10 @@ class TestSweeps:
         said = run("resources", causal, "--compare", text)
         assert said.code == 2 and "is not NAME=VALUE,VALUE" in said.err
 
+    def test_where_none_can_be_compiled_the_first_error_is_told(self, causal: Path, run: Run) -> None:
+        said = run("resources", causal, "--target", "sm_80", "--compare", "BLOCK_MM=64,32")
+        assert said.code == 2 and "error: unknown option 'BLOCK_MM'" in said.err and "did you mean" in said.err
+
     def test_too_many_are_refused(self):
         with pytest.raises(OptionError, match="144 combinations of a, b are more than 64"):
             settings_of([("a", tuple(range(12))), ("b", tuple(range(12)))])

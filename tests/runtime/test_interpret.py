@@ -112,6 +112,25 @@ def test_booleans_load_negate_and_store(load: Load):
     assert counts.item() == source.sum()
 
 
+SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INVERTED = """
+@triton.jit
+def invert(source, target):
+    offset = tl.arange(0, 16)
+    tl.store(target + offset, ~tl.load(source + offset))
+"""
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int64, torch.bool]
+)
+def test_bits_of_unsigned_integers_are_inverted(load: Load, dtype: torch.dtype):
+    source = torch.arange(-8, 8).to(dtype)
+    target = torch.zeros_like(source)
+    interpret(load(INVERTED), "invert", (1, 1, 1), [source, target])
+    assert torch.equal(target, ~source if dtype == torch.bool else (~source.view(SIGNED[dtype.itemsize])).view(dtype))
+
+
 NAN = """
 @triton.jit
 def extremes(source, other, out):

@@ -256,3 +256,111 @@ def test_local_mod_over_a_changing_number_and_no_tensor(scale):
     for step in range(3):
         arguments = (*draw(), scale + step)
         assert_same([traced(*arguments)], [function(*arguments)])
+
+
+# Variables that the traced code reads by name, and the mod too: torch.compile shows such a cell in one way alone.
+
+
+def _before(attention, query, key, value, bias):
+    return attention(query * bias.sum(), key, value)
+
+
+def _after(attention, query, key, value, bias):
+    return attention(query, key, value) + bias.sum()
+
+
+def _around(attention, query, key, value, bias):
+    return attention(attention(query * bias.sum(), key, value) + bias[0], key, value)
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "bshd"}])
+@pytest.mark.parametrize("use", [_before, _after, _around])
+def test_variable_is_read_by_the_mod_and_by_the_traced_code(use, options):
+    bias = torch.randn(2, requires_grad=True)
+    attention = flexgen.compile(lambda score, b, h, q, k: score + bias[h] * (q - k), causal, options)
+
+    def step(*tensors):
+        return use(attention, *tensors, bias)
+
+    inputs = [t.detach().transpose(1, 2).requires_grad_() if options else t for t in draw()]
+    traced, counter = compiled(step, dynamic=True)
+    for _ in range(2):
+        assert_same(run_with_gradients(traced, inputs, [bias]), run_with_gradients(step, inputs, [bias]))
+        with torch.no_grad():
+            bias.mul_(2)
+        bias = torch.randn(2, requires_grad=True)
+    assert counter.frame_count == 1
+
+
+def test_variable_is_read_by_a_function_that_is_called_after_the_attention():
+    bias = torch.randn(2, requires_grad=True)
+    attention = flexgen.compile(lambda score, b, h, q, k: score + bias[h] * (q - k))
+
+    def regularized(out):
+        return out + bias.square().sum()
+
+    def step(query, key, value):
+        return regularized(attention(regularized(attention(query, key, value)), key, value))
+
+    inputs = draw()
+    traced, _ = compiled(step)
+    assert_same(run_with_gradients(traced, inputs, [bias]), run_with_gradients(step, inputs, [bias]))
+
+
+@pytest.mark.parametrize("at_first", [True, False])
+def test_variable_is_read_by_the_drop_ins_mod_and_by_the_traced_code(at_first):
+    bias = torch.randn(2, requires_grad=True)
+
+    def score(score, b, h, q_idx, kv_idx):
+        return score + bias[h] * (q_idx - kv_idx)
+
+    def step(query, key, value):
+        query = query * bias.sum() if at_first else query
+        return flexgen.flex_attention(query, key, value, score_mod=score) + bias[1]
+
+    inputs = draw()
+    traced, _ = compiled(step)
+    assert_same(run_with_gradients(traced, inputs, [bias]), run_with_gradients(step, inputs, [bias]))
+
+
+def test_number_and_list_that_the_traced_code_changes():
+    window, slopes = 5, [torch.zeros(2)]
+    attention = flexgen.compile(
+        lambda score, b, h, q, k: score + slopes[0][h] * (q - k), lambda b, h, q, k: (q - k).abs() < window
+    )
+
+    def step(query, key, value, slope):
+        slopes[0] = slope.exp()
+        return attention(query, key, value) * window
+
+    inputs = [*draw(), torch.randn(2, requires_grad=True)]
+    traced, _ = compiled(step)
+    for window in (5, 3, 2):  # noqa: B007 (the mod and the step read it)
+        assert_same(run_with_gradients(traced, inputs), run_with_gradients(step, inputs))
+
+
+class Settings:
+    """Gives what its dictionary holds as attributes."""
+
+    def __init__(self, **held: object) -> None:
+        self.__dict__["held"] = held
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return self.__dict__["held"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def test_what_an_object_computes_is_a_guard():
+    settings, activation = Settings(slope=2), torch.nn.Sequential(torch.nn.Tanh())
+    attention, inputs = flexgen.compile(lambda score, b, h, q, k: activation(score * settings.slope)), draw()
+    traced, _ = compiled(lambda *tensors: attention(*tensors))
+    assert_same([traced(*inputs)], [attention(*inputs)])
+    settings.held["slope"] = 3
+    assert_same([traced(*inputs)], [attention(*inputs)])
+    activation[0] = torch.nn.Sigmoid()
+    found = traced(*inputs)
+    assert_same([found], [attention(*inputs)])
+    eager = flexgen.compile(lambda score, b, h, q, k: torch.sigmoid(score * 3))
+    assert_same([found], [eager(*inputs)])

@@ -110,6 +110,10 @@ class NumpyBuilder:
 
     # Elementwise.
 
+    def get_all_ones_value(self, type_: Any) -> Any:
+        """Return the number of all bits set, of which Triton's own raises where the type is unsigned."""
+        return self.wrap(np.full(1, -1).astype(self.interpreter._get_np_dtype(type_)), type_.scalar)
+
     def unary_op(self, arg: Any, op: Any) -> Any:
         return self.wrap(op(self.values(arg)), arg.dtype.scalar)
 
