@@ -31,8 +31,10 @@ class SourceSpan:
         return f"{head}\n    {shown}\n    {carets}"
 
 
-class FlexgenError(Exception):
+class FlexgenError(RuntimeError):
     """Base of all errors of flexgen.
+
+    A RuntimeError, as what torch raises where it compiles; errors about arguments are ValueErrors too.
 
     Args:
         what: one line that says what is wrong, with the offending value.
