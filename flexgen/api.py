@@ -12,7 +12,9 @@ from flexgen.attention import Attention
 from flexgen.aux_outputs import AuxOutput, AuxRequest
 from flexgen.errors import OptionError, ProblemTypeError, UnsupportedProblemError
 from flexgen.lowered import Lowered
+from flexgen.lowering.index_map import PACKED_QUERIES
 from flexgen.options import Options
+from flexgen.runtime.block_table import refuse_slice_without_mask_mod
 from flexgen.runtime.describe import check_tensors
 from flexgen.torch_library.traced import call_traced
 
@@ -71,7 +73,8 @@ def flex_attention(
         scale: multiplies the products; 1/sqrt(Dqk) by default.
         enable_gqa: allow more query heads than key heads.
         return_lse: also return the logsumexp; superseded by return_aux.
-        kernel_options: as `options` of `compile`; BACKEND="FLASH" is taken for "AUTO", with one warning.
+        kernel_options: as `options` of `compile`; BACKEND="FLASH" is taken for "AUTO", with one warning, and so is
+            "TRITON_DECODE" for calls that torch's decode kernels serve and flexgen's do not.
         return_aux: auxiliary outputs to return.
     """
     if not all(isinstance(tensor, torch.Tensor) for tensor in (query, key, value)):
@@ -91,9 +94,10 @@ def flex_attention(
         raise ProblemTypeError(
             f"block_mask is {type(block_mask).__name__}, not a BlockMask", fix="make one with flexgen.create_block_mask"
         )
-    if isinstance(kernel_options, dict) and kernel_options.get("BACKEND") == "FLASH":
-        _warn_of_flash()
-        kernel_options = {**kernel_options, "BACKEND": "AUTO"}
+    if block_mask is not None:
+        refuse_slice_without_mask_mod(block_mask)
+    if isinstance(kernel_options, dict) and "BACKEND" in kernel_options:
+        kernel_options = _with_backend_of_flexgen(kernel_options, query, block_mask)
     mask_mod = None if block_mask is None else block_mask.mask_mod
     request = AuxRequest(lse=True) if return_lse and return_aux is None else return_aux
     if torch.compiler.is_dynamo_compiling():
@@ -107,19 +111,43 @@ def flex_attention(
 
 _told: set[str] = set()
 
+_TORCHS_DECODE_LENGTH = 128  # from that many queries on, torch's decode kernels refuse too
+_TORCHS_BACKENDS = {
+    "FLASH": "is torch's CuTe backend, which flexgen does not contain",
+    "TRITON_DECODE": f"serves up to {PACKED_QUERIES} queries without a block mask in flexgen",
+}
 
-def _warn_of_flash() -> None:
-    if "FLASH" not in _told:
-        _told.add("FLASH")
+
+def _with_backend_of_flexgen(options: dict[str, Any], query: torch.Tensor, block_mask: Any) -> dict[str, Any]:
+    """Return kernel options with AUTO for a backend that torch has for a call and flexgen has not."""
+    backend = options["BACKEND"]
+    if options.get("FORCE_USE_FLEX_ATTENTION"):
+        raise OptionError(
+            f"BACKEND={backend!r} and FORCE_USE_FLEX_ATTENTION were both given",
+            why="each says which kernel to use, and torch takes only one of them",
+            fix="drop FORCE_USE_FLEX_ATTENTION; BACKEND='TRITON' is the general kernel",
+        )
+    if backend == "TRITON_DECODE" and query.dim() == 4:
+        length = query.shape[2]
+        replaced = length < _TORCHS_DECODE_LENGTH and (block_mask is not None or length > PACKED_QUERIES)
+    else:
+        replaced = backend == "FLASH"
+    if not replaced:
+        return options
+    _warn_of_backend(backend)
+    return {**options, "BACKEND": "AUTO"}
+
+
+def _warn_of_backend(backend: str) -> None:
+    if backend not in _told:
+        _told.add(backend)
         warnings.warn(
-            'BACKEND="FLASH" is torch\'s CuTe backend, which flexgen does not contain; BACKEND="AUTO" is used',
-            UserWarning,
-            stacklevel=3,
+            f'BACKEND="{backend}" {_TORCHS_BACKENDS[backend]}; BACKEND="AUTO" is used', UserWarning, stacklevel=4
         )
 
 
 # torch.compile runs it while it traces.
-_warn_of_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_warn_of_backend._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _attentions: dict[tuple[Any, ...], Attention] = {}

@@ -58,7 +58,7 @@ from flexgen.runtime.dropout import SEED, Dropout
 from flexgen.runtime.given_table import GivenTable, Sizes, given_table
 from flexgen.runtime.kernel import Kernel, divisible_positions
 from flexgen.runtime.lists import check_contiguous, table_form, table_lists
-from flexgen.runtime.outputs import OutputForm, as_query, output_form
+from flexgen.runtime.outputs import OutputForm, output_form
 from flexgen.runtime.packing import (
     Packing,
     check_contents,
@@ -358,8 +358,6 @@ class Attention:
             return self._run_with_less(prepared, error, lambda: self.run(reading, tensors, extras))
         if self.options.layout == "bshd":
             outputs["output"] = outputs["output"].transpose(1, 2)
-        elif prepared.columns_outside:
-            outputs["output"] = as_query(outputs["output"], query)
         return outputs
 
     def _launched(

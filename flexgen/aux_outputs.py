@@ -1,43 +1,27 @@
-"""Auxiliary outputs: what a call may ask for besides the attention output."""
+"""Auxiliary outputs: what a call may ask for besides the attention output.
+
+`AuxRequest` and `AuxOutput` are torch's own classes, which code written for its flex_attention asks for by name. Both
+have the fields `lse`, the natural logarithm of the sum of exponentials of each row's scores, and `max_scores`, each
+row's largest score after score_mod; both are [B, Hq, Lq] in float32, and -inf for a row without a live key.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
+from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
 
 from flexgen.errors import ProblemTypeError
-
-
-class AuxRequest(NamedTuple):
-    """Auxiliary outputs to return; a tuple as torch's is.
-
-    Attributes:
-        lse: natural logarithm of the sum of exponentials of each row's scores, [B, Hq, Lq], float32.
-        max_scores: each row's largest score after score_mod, [B, Hq, Lq], float32.
-    """
-
-    lse: bool = False
-    max_scores: bool = False
-
-
-class AuxOutput(NamedTuple):
-    """Auxiliary outputs; None where not asked for. A row without a live key has -inf in both.
-
-    A tuple as torch's is, so that what walks through tuples (pytrees, hooks of modules) finds the tensors.
-    """
-
-    lse: torch.Tensor | None = None
-    max_scores: torch.Tensor | None = None
-
 
 NO_AUX = AuxRequest()
 WITH_LSE = {wanted: AuxRequest(lse=True, max_scores=wanted) for wanted in (False, True)}  # by max_scores
 
 
 def read_aux_request(return_aux: Any) -> AuxRequest:
-    """Return the request; torch's AuxRequest is accepted too.
+    """Return the request; any object with its fields is one.
 
     Raises:
         ProblemTypeError: not a request.

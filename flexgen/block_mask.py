@@ -117,7 +117,7 @@ def create_mask(
     """
     if torch.compiler.is_dynamo_compiling():
         lengths = (_or_one(B), _or_one(H), Q_LEN, KV_LEN)
-        return traced_mask(mod_fn, lengths, _traced_device(device), scores=_positional_count(mod_fn) > _MASK_ARGUMENTS)
+        return traced_mask(mod_fn, lengths, _traced_device(device), scores=len(_required(mod_fn)) > _MASK_ARGUMENTS)
     grid = _grid(B, H, Q_LEN, KV_LEN, DEFAULT_BLOCK_SIZE)
     shape = (grid.batch, grid.heads, grid.query_length, grid.key_length)
     place = _device(device)
@@ -227,14 +227,16 @@ def _or_one(size: int | None) -> int:
     return 1 if size is None else size
 
 
-def _positional_count(mod: Any) -> int:
-    """Return how many arguments a mod is called with, told so that torch.compile can trace it."""
+def _required(mod: Any) -> list[str]:
+    """Return the arguments that a mod must be called with, told so that torch.compile can trace it."""
     if isinstance(mod, functools.partial):
-        return _positional_count(mod.func) - len(mod.args)
+        return [name for name in _required(mod.func)[len(mod.args) :] if name not in mod.keywords]
+    if isinstance(mod, types.MethodType):
+        return _required(mod.__func__)[1:]
     code = getattr(mod, "__code__", None)
     if code is None:
-        return _positional_count(mod.__call__)
-    return int(code.co_argcount) - isinstance(mod, types.MethodType)
+        return _required(mod.__call__)
+    return list(code.co_varnames[: code.co_argcount - len(mod.__defaults__ or ())])
 
 
 def _size(name: str, value: object, at_least: int) -> int:

@@ -52,8 +52,10 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else ""
 
 
-class FlexgenError(Exception):
+class FlexgenError(RuntimeError):
     """Base of all errors of flexgen.
+
+    A RuntimeError, as what torch raises where it compiles; errors about arguments are ValueErrors too.
 
     Args:
         what: one line that says what is wrong, with the offending value.

@@ -187,14 +187,17 @@ _REDIRECTIONS = {"flex_attention": _redirected_attention, "create_block_mask": _
 __all__ = ["create_block_mask", "flex_attention", "patch_torch", "warn_of_interpreter"]
 
 
-def warn_of_interpreter(query: torch.Tensor, key: torch.Tensor) -> None:
-    """Warn once a process that a call on the CPU is interpreted, with an estimate of the time it takes."""
-    if query.device.type != "cpu":
+def warn_of_interpreter(query: object, key: object) -> None:
+    """Warn once a process that a call on the CPU is interpreted, with an estimate of the time it takes.
+
+    What is no attention problem passes silently: the call itself refuses it.
+    """
+    if not (isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor)) or query.device.type != "cpu":
         return
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or query.is_nested or key.is_nested or query.dim() != 4 or key.dim() != 4:
         _warn_once(None)
     else:
-        _warn_once(math.prod(query.shape[:3]) * key.shape[-2])
+        _warn_once(math.prod(query.shape[:3]) * key.shape[2])
 
 
 def _warn_once(pairs: int | None) -> None:

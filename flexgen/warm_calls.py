@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flexgen.capture.live import LiveMods, Reading
+from flexgen.errors import FlexgenError
 from flexgen.runtime.derived_table import Lists
 from flexgen.runtime.differentiable import Step, attend_unobserved, grad_is_needed
 from flexgen.runtime.prepared import Prepared
@@ -86,6 +87,8 @@ class WarmCalls:
                     self._recorded = warm
                 else:
                     self._last = warm
+        except FlexgenError:
+            raise
         except RuntimeError:  # of tensors without addresses, shapes or strides, which are refused elsewhere
             return None
         lists: Lists = _NO_LISTS  # alive until all is enqueued

@@ -204,6 +204,9 @@ def _method_steps(method: types.MethodType) -> Iterator[Step]:
     receiver, function = method.__self__, method.__func__
     place = ("receiver", id(receiver), id(function))
     yield Step(StepKind.RECEIVER, "__self__", "{}.__self__", "self", place, receiver)
+    is_of_function = isinstance(receiver, type) and issubclass(receiver, torch.autograd.Function)
+    if is_of_function and _is_foreign(function.__module__):
+        return  # its `apply`, into which torch.compile does not look
     yield Step(StepKind.FUNCTION, "__func__", "{}.__func__", "function", ("function", id(function)), function)
 
 

@@ -49,11 +49,13 @@ class Reader:
     Attributes:
         visits: parents first.
         buffers: for each buffer of the mods, the visit that reads it, or a tensor that is read nowhere.
+        sizes: for each buffer, those of its sizes that the capture holds for alone; None for any size.
         integers, floats: for each scalar of that dtype, the visit that reads it.
     """
 
     visits: tuple[Visit, ...]
     buffers: tuple[int | torch.Tensor, ...]
+    sizes: tuple[tuple[int | None, ...], ...]
     integers: tuple[int, ...]
     floats: tuple[int, ...]
 
@@ -80,13 +82,21 @@ def read(reader: Reader, score_mod: Any, mask_mod: Any) -> CapturedValues:
         else:
             value = _step(values[visit.parent], visit)  # type: ignore[index]
         if not _holds(value, visit, values):
-            raise CaptureError(
-                f"what the mod reads as {visit.key!r} changed while it was traced",
-                fix="change what a mod captures outside of the compiled region",
-            )
+            raise _changed(visit.key)
         values.append(value)
     buffers = [values[at] if isinstance(at, int) else at for at in reader.buffers]
+    for buffer, sizes in zip(buffers, reader.sizes, strict=True):
+        for actual, size in zip(buffer.shape, sizes, strict=True):
+            if size is not None and actual != size:  # where torch.compile traces: a guard, of a size it made a symbol
+                raise _changed("shape")
     return CapturedValues(buffers, [values[at] for at in reader.integers], [values[at] for at in reader.floats])
+
+
+def _changed(key: Any) -> CaptureError:
+    return CaptureError(
+        f"what the mod reads as {key!r} changed while it was traced",
+        fix="change what a mod captures outside of the compiled region",
+    )
 
 
 def _step(parent: Any, visit: Visit) -> Any:
@@ -139,6 +149,7 @@ def reader_of(slots: Sequence[Slot], bindings: Bindings, mods: Mods) -> Reader:
     return Reader(
         visits=tuple(visits),
         buffers=tuple(places[at] if isinstance(at, int) else at for at in bindings.buffers),
+        sizes=tuple(buffer.sizes for buffer in mods.buffers),
         integers=tuple(place for scalar, place in numbers if not scalar.dtype.is_floating_point),
         floats=tuple(place for scalar, place in numbers if scalar.dtype.is_floating_point),
     )

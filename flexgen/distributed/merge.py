@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexgen.distributed.plan import Span
-from flexgen.runtime.outputs import dense_strides, memory_order
+from flexgen.runtime.outputs import dense_strides, output_order
 
 Part = Mapping[str, Tensor]  # "output" [B, H, n, D]; "logsumexp", perhaps "logsumexp_tail" and "max_scores" [B, H, n]
 
@@ -169,8 +169,7 @@ def _room(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     shape = (*like.shape[:2], rows, *like.shape[3:])
     if len(shape) == 3:
         return like.new_empty(shape, dtype=dtype)
-    order = [*(dim for dim in memory_order(like) if dim != 3), 3]
-    return like.new_empty_strided(shape, dense_strides(shape, order), dtype=dtype)
+    return like.new_empty_strided(shape, dense_strides(shape, (*output_order(like), 3)), dtype=dtype)
 
 
 def _with_whole_logsumexp(part: Part) -> Part:

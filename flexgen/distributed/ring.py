@@ -20,7 +20,7 @@ from flexgen.distributed.ring_backward import RingBackward
 from flexgen.distributed.ring_call import RingCall
 from flexgen.distributed.shards import arrivals
 from flexgen.runtime.differentiable import Saved, max_scores_gradient, once
-from flexgen.runtime.outputs import dense_strides, memory_order
+from flexgen.runtime.outputs import dense_strides, output_order
 
 
 def run_ring(call: RingCall, tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -80,9 +80,8 @@ def _forward(call: RingCall, query: Tensor, key: Tensor, value: Tensor) -> dict[
 def _outputs_like(call: RingCall, query: Tensor, value: Tensor) -> dict[str, Tensor]:
     """Return tensors without rows that are as a call's outputs are otherwise, in the query's order in memory."""
     batch, heads = query.shape[:2]
-    order = [*(dim for dim in memory_order(query) if dim != 3), 3]
     shape = (batch, heads, 0, value.shape[3])
-    found = {"output": query.new_empty_strided(shape, dense_strides(shape, order))}
+    found = {"output": query.new_empty_strided(shape, dense_strides(shape, (*output_order(query), 3)))}
     statistic = query.new_empty((batch, heads, 0), dtype=_accumulator(query))
     names = ["logsumexp", *["max_scores"] * call.max_scores, *["logsumexp_tail"] * call.has_tail]
     return found | dict.fromkeys(names, statistic)

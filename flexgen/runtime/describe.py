@@ -156,13 +156,13 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, l
     def refuse(what: str, fix: str) -> UnsupportedProblemError:
         return UnsupportedProblemError(f"{what}: {shapes}", fix=fix)
 
-    if key.shape[3] != query.shape[3]:
+    if surely(key.shape[3] != query.shape[3]):
         raise refuse("query and key have different head dims", "project them to one head dim")
     outer, inner = ("numbers of pages", "page sizes") if paged else ("batch sizes", "lengths")
     for dim, name in ((0, outer), (heads, "head counts"), (length, inner)):
-        if key.shape[dim] != value.shape[dim]:
+        if surely(key.shape[dim] != value.shape[dim]):
             raise refuse(f"key and value have different {name}", "make key and value describe the same keys")
-    if not paged and key.shape[0] not in (1, query.shape[0]):
+    if not paged and surely(key.shape[0] != 1) and surely(key.shape[0] != query.shape[0]):
         raise refuse(
             f"key has batch size {key.shape[0]}, query {query.shape[0]}", "give key the query's batch size, or 1"
         )
@@ -172,6 +172,13 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, l
             f"{q_heads} query heads cannot be shared by {kv_heads} key heads",
             "make the number of query heads a multiple of the number of key heads",
         )
+
+
+def surely(condition: Any) -> bool:
+    """Whether a condition over sizes or strides holds; False where torch.compile knows too little about them."""
+    if isinstance(condition, bool):
+        return condition
+    return bool(torch.fx.experimental.symbolic_shapes.guard_or_false(condition))  # an import would load sympy
 
 
 def softmax_scale(scale: Any, head_dim: int) -> float:

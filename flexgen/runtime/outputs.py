@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen.runtime.describe import Launch
+from flexgen.runtime.describe import Launch, surely
 
 Order = tuple[int, int, int]
 
@@ -21,7 +21,6 @@ class OutputForm:
     Attributes:
         shape: [B, Hq, Lq, Dv] of the attention output.
         order: which of batch (0), heads (1) and rows (2) lies outermost in memory, and so on; columns lie innermost.
-        columns_outside: the query's columns do not lie innermost; what a kernel wrote is laid out anew, see `as_query`.
         aux_dtype: float32, or float64 for float64 inputs.
         logsumexp, max_scores: which auxiliary outputs, [B, Hq, Lq], are wanted.
         tail: what rounding takes from the logsumexp is wanted too, as "logsumexp_tail"; 0 where a kernel has none.
@@ -33,7 +32,6 @@ class OutputForm:
     logsumexp: bool
     max_scores: bool
     tail: bool = False
-    columns_outside: bool = False
 
     @property
     def row_span(self) -> int:
@@ -59,20 +57,25 @@ class OutputForm:
 
 
 def output_form(launch: Launch, layout: str, *, logsumexp: bool, max_scores: bool, tail: bool = False) -> OutputForm:
-    """Return the form of a launch's outputs; the output keeps the query's order of dimensions in memory."""
+    """Return the form of a launch's outputs; see `output_order` for how the output lies in memory."""
     query, value = launch.tensors["query"], launch.tensors["value"]
-    *order, innermost = (0, 2, 1, 3) if layout == "bshd" else memory_order(query)
-    columns_outside = innermost != 3
-    batch, heads, rows = (axis for axis in (*order, innermost) if axis != 3)
     return OutputForm(
         shape=(launch.batch, launch.q_heads, launch.q_len, value.shape[3]),
-        order=(batch, heads, rows),
+        order=(0, 2, 1) if layout == "bshd" else output_order(query),
         aux_dtype=torch.float64 if query.dtype == torch.float64 else torch.float32,
         logsumexp=logsumexp,
         max_scores=max_scores,
         tail=tail,
-        columns_outside=columns_outside,
     )
+
+
+def output_order(query: torch.Tensor) -> Order:
+    """Return which of batch (0), heads (1) and rows (2) of an output lies outermost in memory, and so on.
+
+    It is the query's order, but that columns lie innermost, as in torch's flex_attention: kernels write them so.
+    """
+    first, second, third = [dim for dim in memory_order(query) if dim != 3]
+    return first, second, third
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, int, int, int]:
@@ -93,9 +96,9 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, int, int, int]:
 def _lies_outside(tensor: torch.Tensor, dim: int, other: int) -> bool:
     """Whether `dim`, a later dimension than `other`, lies further out in memory."""
     stride, other_stride = tensor.stride(dim), tensor.stride(other)
-    if other_stride == 0:
+    if surely(other_stride == 0):
         return False
-    return bool(stride == 0 or stride > other_stride)
+    return surely(stride == 0) or surely(stride > other_stride)
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
@@ -103,11 +106,6 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
     strides, stride = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = stride
-        stride *= max(shape[dim], 1)
+        size = shape[dim]
+        stride *= max(size, 1) if isinstance(size, int) else torch.sym_max(size, 1)
     return tuple(strides)
-
-
-def as_query(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return the output with its dimensions in the query's order in memory, for a query whose columns lie outside."""
-    laid_out = output.new_empty_strided(output.shape, dense_strides(output.shape, memory_order(query)))
-    return laid_out.copy_(output)

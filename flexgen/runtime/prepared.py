@@ -50,11 +50,10 @@ class Prepared:
         self.kernel, self.request = kernel, request
         lists_change = lists_change or request is not None
         self.basis: Any = None  # makes what the backward needs to know; set by whoever prepares
-        self.columns_outside = outputs.columns_outside
         self._warm: WarmLaunch | None = None
         self._outputs, self._layout = outputs, layout
         has_more = bool(outputs.max_scores or launch.dropout is not None or launch.cu_seqlens)
-        self._may_be_warm = not has_more and not outputs.columns_outside
+        self._may_be_warm = not has_more
         self._keep = keep
         launch = kernel.settled(launch)
         self._scratch = kernel.scratch_elements(launch)

@@ -145,7 +145,13 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         indices = moved[1] if isinstance(moved[1], tuple) else (moved[1],)
         if all(isinstance(index, torch.Tensor | int) for index in indices):  # a 0-d index has no value to index with
             return torch.ops.aten.index(moved[0], [_index(index) for index in indices])
+        return moved[0][tuple([0 if _is_element(index) else index for index in indices])]
     return func(*moved, **{name: _meta(value) for name, value in kwargs.items()})
+
+
+def _is_element(index: Any) -> bool:
+    """Whether an index among slices takes one element, and so may be any number where only the shape matters."""
+    return isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype != torch.bool
 
 
 def _index(index: Any) -> torch.Tensor:

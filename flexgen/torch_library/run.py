@@ -18,7 +18,7 @@ from flexgen.options import Layout
 from flexgen.runtime.describe import check_tensors, to_bhsd
 from flexgen.runtime.differentiable import Saved, max_scores_gradient
 from flexgen.runtime.dropout import Dropout
-from flexgen.runtime.outputs import dense_strides, memory_order
+from flexgen.runtime.outputs import dense_strides, output_order
 from flexgen.runtime.packing import Packing, check_packing
 from flexgen.torch_library.block_lists import block_mask_of
 from flexgen.torch_library.spec import KEPT, captured_of, parse_options
@@ -113,7 +113,7 @@ def fake_forward(call: Arguments) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     if call.layout == "bshd":
         output = query.new_empty((b, s, h, d))
     else:
-        output = query.new_empty_strided((b, h, s, d), dense_strides((b, h, s, d), memory_order(query)))
+        output = query.new_empty_strided((b, h, s, d), dense_strides((b, h, s, d), (*output_order(query), 3)))
     aux = query.new_empty((b, h, s), dtype=call.aux_dtype)
     tail = aux.new_empty((b, h, s) if _has_tail(call) else (0,))
     return output, aux, aux.new_empty((b, h, s) if call.max_scores else (0,)), tail

@@ -148,13 +148,14 @@ def test_a_pytree_of_masks_whose_closures_are_leaves():
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=lambda order: "".join(map(str, order)))
-def test_output_has_the_strides_order_of_the_query(order):
+def test_output_has_the_strides_order_of_the_query_with_columns_innermost(order):
     shape = (2, 3, 5, 8)
     places = [order.index(dim) for dim in range(4)]
     query = torch.randn([shape[dim] for dim in order]).permute(places).requires_grad_()
     key = torch.randn(shape)
     out = flexgen.flex_attention(query, key, key)
-    assert sorted(range(4), key=out.stride) == sorted(range(4), key=query.stride)
+    assert sorted(range(4), key=out.stride) == sorted(range(4), key=lambda dim: (dim != 3, query.stride(dim)))
+    assert out.stride(3) == 1
     plain = flexgen.flex_attention(query.contiguous(), key, key)
     assert torch.equal(out, plain)
     found, expected = (torch.autograd.grad(it.sin().sum(), query)[0] for it in (out, plain))
@@ -182,8 +183,7 @@ def test_auxiliary_outputs_are_a_tuple_as_torchs():
     out, (lse, max_scores) = flexgen.flex_attention(*inputs, return_aux=torch_flex.AuxRequest(lse=True))
     assert max_scores is None
     assert lse.shape == out.shape[:3]
-    assert flexgen.AuxOutput._fields == torch_flex.AuxOutput._fields
-    assert flexgen.AuxRequest._fields == torch_flex.AuxRequest._fields
+    assert (flexgen.AuxOutput, flexgen.AuxRequest) == (torch_flex.AuxOutput, torch_flex.AuxRequest)
     assert [type(leaf) for leaf in pytree.tree_leaves(flexgen.AuxOutput(lse, lse))] == [torch.Tensor] * 2
     again, also = flexgen.flex_attention(*inputs, return_lse=True)
     assert torch.equal(again, out)
@@ -250,6 +250,50 @@ def test_flash_is_taken_for_auto_with_one_warning(monkeypatch):
             flexgen.flex_attention(*inputs, kernel_options={"BACKEND": "FLASH"})
     assert len([it for it in caught if "FLASH" in str(it.message)]) == 1
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(("length", "masked"), [(20, False), (64, False), (4, True)])
+def test_decoding_that_only_torch_has_is_taken_for_auto_with_one_warning(monkeypatch, length, masked):
+    monkeypatch.setattr(api, "_told", set())
+    query, key, value = draw()
+    query = query[:, :, :length]
+    block_mask = flexgen.create_block_mask(causal, None, None, length, 64, device="cpu") if masked else None
+    decode = functools.partial(
+        flexgen.flex_attention, query, key, value, block_mask=block_mask, kernel_options={"BACKEND": "TRITON_DECODE"}
+    )
+    with pytest.warns(UserWarning, match="up to 16 queries") as caught:
+        outputs = [decode(), decode()]
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert torch.equal(outputs[0], flexgen.flex_attention(query, key, value, block_mask=block_mask))
+
+
+def test_decoding_that_torch_refuses_too_is_refused():
+    inputs = draw(length=128)
+    with pytest.raises(RuntimeError, match="BACKEND='TRITON_DECODE' cannot be honoured"):
+        flexgen.flex_attention(*inputs, kernel_options={"BACKEND": "TRITON_DECODE"})
+
+
+def sliced_blocks() -> BlockMask:
+    return causal_blocks()[:, :, 1]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"kernel_options": {"BACKEND": "TRITON", "FORCE_USE_FLEX_ATTENTION": True}}, "were both given"),
+        ({"block_mask": sliced_blocks()}, "was sliced and has no mask_mod"),
+        ({"block_mask": causal_blocks()._adjust(32, 32)}, "was made for 32 queries and 32 keys"),
+        ({"return_lse": True, "return_aux": torch_flex.AuxRequest()}, "were both given"),
+    ],
+)
+def test_errors_are_of_both_kinds_that_torch_raises(keywords, message, traced):
+    function = torch.compile(flexgen.flex_attention, backend="eager") if traced else flexgen.flex_attention
+    with pytest.raises(flexgen.FlexgenError, match=message) as caught:
+        function(*draw(), **keywords)
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value, ValueError)
 
 
 def test_names_that_torchs_users_import_are_here():

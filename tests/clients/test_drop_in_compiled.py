@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -77,7 +78,7 @@ def test_output_keeps_the_strides_order():
         places = [order.index(dim) for dim in range(4)]
         query = torch.randn([key.shape[dim] for dim in order]).permute(places).requires_grad_()
         out = traced(query, key)
-        assert sorted(range(4), key=out.stride) == sorted(range(4), key=query.stride)
+        assert sorted(range(4), key=out.stride) == sorted(range(4), key=lambda dim: (dim != 3, query.stride(dim)))
         plain = flexgen.flex_attention(query.contiguous(), key, key)
         assert torch.equal(out, plain)
         found, expected = (torch.autograd.grad(it.sin().sum(), query)[0] for it in (out, plain))
@@ -146,7 +147,20 @@ class Window:
         return (q_idx - kv_idx).abs() < self.size
 
 
-@pytest.mark.parametrize("mod", [causal, only_below, Window(5).mask], ids=["mask", "score", "method"])
+def closer(b, h, q_idx, kv_idx, limit=4, *, offset=0):
+    return (q_idx - kv_idx + offset).abs() < limit
+
+
+MASKS = {
+    "mask": causal,
+    "score": only_below,
+    "method": Window(5).mask,
+    "default": closer,
+    "partial": functools.partial(closer, limit=7, offset=2),
+}
+
+
+@pytest.mark.parametrize("mod", MASKS.values(), ids=MASKS)
 def test_whole_mask_made_inside(mod):
     make = lambda length: flexgen.create_mask(mod, 2, 2, 20, length, device="cpu")  # noqa: E731
     traced, _ = compiled(make)
@@ -165,7 +179,41 @@ def test_combined_masks_made_inside():
     assert counter.frame_count == 2  # a number, then a symbol
 
 
+@pytest.mark.parametrize("make", [flexgen.create_block_mask, flexgen.create_mask])
+def test_sizes_that_a_mask_reads_are_guarded(make):
+    """torch.compile makes a symbol of a size that changes, of which the captured mask holds the value."""
+    traced = torch.compile(make, backend="eager")
+    for length in (20, 21, 22, 23):
+        documents = torch.arange(length) // 7
+
+        def mask(b, h, q_idx, kv_idx, documents=documents):
+            return documents[q_idx.clamp(0, documents.shape[0] - 1)] == documents[kv_idx]
+
+        found, expected = (function(mask, 1, 1, length, length, device="cpu") for function in (traced, make))
+        if make is flexgen.create_block_mask:
+            found, expected = found.to_dense(), expected.to_dense()
+        assert torch.equal(found, expected)
+
+
 # Symbols of the graph in mods.
+
+
+def test_sizes_without_a_hint():
+    """Unbacked ones, of which torch.compile may not ask whether they are 1 or equal."""
+    whole = flexgen.create_block_mask(causal, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+
+    def function(query, key, value):
+        half = query.shape[0] // 2
+        parts = [(tensor[:half], tensor[half:]) for tensor in (query, key, value)]
+        return sum(attend(*part, whole).sin().sum() for part in zip(*parts, strict=True))
+
+    inputs = [tensor.requires_grad_() for tensor in draw(batch=4)]
+    for tensor in inputs:
+        for dim in (0, 2):
+            torch._dynamo.decorators.mark_unbacked(tensor, dim)
+    traced, _ = compiled(function, dynamic=True)
+    found, expected = (torch.autograd.grad(it(*inputs), inputs) for it in (traced, function))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -202,6 +250,26 @@ def test_symbol_that_python_needs_is_guarded():
     for length in (64, 48):
         arguments = (*draw(length=length), torch.randn(length))
         assert torch.equal(traced(*arguments), function(*arguments))
+
+
+@pytest.mark.parametrize("approx", [False, True])
+def test_soft_cap_of_attn_gym(approx):
+    """The approximation is a method of an autograd.Function, of which torch.compile shows no function."""
+    softcap = pytest.importorskip("attn_gym.mods").generate_tanh_softcap(20, approx=approx)
+    traced, _ = compiled(flexgen.flex_attention)
+    assert torch.equal(traced(*draw(), softcap), flexgen.flex_attention(*draw(), softcap))
+
+
+def test_slices_among_the_indices_of_a_mod_made_inside():
+    def function(query, key, value, bias):
+        def score(score, b, h, q_idx, kv_idx):
+            return score + bias[..., kv_idx][b, h, q_idx] + bias[b, h, q_idx, :][kv_idx] + bias[b, :, 3][h, kv_idx]
+
+        return flexgen.flex_attention(query, key, value, score)
+
+    traced, _ = compiled(function)
+    arguments = (*draw(), torch.randn(2, 2, 64, 64))
+    assert torch.equal(traced(*arguments), function(*arguments))
 
 
 def test_two_symbols_are_told_apart():

@@ -165,6 +165,16 @@ def test_one_warning_with_an_estimate_on_the_cpu(monkeypatch):
     assert told.filename == __file__
 
 
+def test_tensors_of_any_kind_reach_the_call():
+    nested = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=torch.jagged).transpose(1, 2)
+    with flexgen.patch_torch():
+        out = flex_attention(nested, nested, nested)
+        for wrong in (None, torch.randn(8), torch.randn(2, 3, 8)):
+            with pytest.raises(flexgen.UnsupportedProblemError):
+                flex_attention(wrong, wrong, wrong)
+    torch.testing.assert_close(out.values(), flexgen.flex_attention(nested, nested, nested).values())
+
+
 def test_a_replaced_function_is_refused(monkeypatch):
     monkeypatch.setattr(module, "flex_attention", ALIAS)
     with pytest.raises(flexgen.UnsupportedProblemError, match="replaced"):
