@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 LONGEST_LINE = 160  # of the user's source, in a message
 
@@ -70,8 +71,13 @@ class FlexgenError(RuntimeError):
         self.what = what
         self.where = where
         self.why = why
-        self.fix = fix
-        super().__init__(self.render())
+        self.fix = fix  # and no call of RuntimeError's, through which torch.compile cannot trace
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, dict(vars(self)))
 
     def render(self) -> str:
         lines = [self.what]
@@ -82,6 +88,13 @@ class FlexgenError(RuntimeError):
         if self.fix:
             lines.append(f"  fix: {self.fix}")
         return "\n".join(lines)
+
+
+def _restored(kind: type[FlexgenError], args: tuple[Any, ...], attributes: Mapping[str, Any]) -> FlexgenError:
+    """Return an error as it was in another process."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
 
 
 class CaptureError(FlexgenError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,55 +16,81 @@ BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "GLUON")
 FLOAT32_PRECISIONS = ("ieee", "tf32", "tf32x3")
 
 
-def _power_of_two(low: int, high: int, why: str) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if type(value) is not int or value < low or value > high or value & (value - 1):
+Check = Callable[[str, Any], Any]  # returns the value of an option by its name and what was given, or refuses
+
+
+def _integer(value: Any) -> int | None:
+    """Return a whole number of any type, numpy's too, as Python's; None for what is none, as a bool."""
+    if type(value) is bool or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
+
+
+def _place(value: Any, values: tuple[Any, ...]) -> int | None:
+    """Return where a value stands among others; None where it does not, or cannot be compared, as an array."""
+    try:
+        return values.index(value)
+    except (ValueError, RuntimeError, TypeError):
+        return None
+
+
+def _power_of_two(low: int, high: int, why: str) -> Check:
+    def check(name: str, value: Any) -> int:
+        number = _integer(value)
+        if number is None or number < low or number > high or number & (number - 1):
             raise OptionError(
                 f"{name}={value!r} is not a power of two from {low} to {high}",
                 why=why,
                 fix=f"choose one of {', '.join(str(1 << i) for i in range(low.bit_length() - 1, high.bit_length()))}",
             )
+        return number
 
     return check
 
 
-def _whole(low: int, high: int) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if type(value) is not int or not low <= value <= high:
+def _whole(low: int, high: int) -> Check:
+    def check(name: str, value: Any) -> int:
+        number = _integer(value)
+        if number is None or not low <= number <= high:
             raise OptionError(f"{name}={value!r} is not a whole number from {low} to {high}", fix="choose one in range")
+        return number
 
     return check
 
 
-def _flag(name: str, value: Any) -> None:
-    if type(value) is not bool and value not in (0, 1):
+def _flag(name: str, value: Any) -> bool:
+    place = _place(value, (False, True))
+    if place is None:
         raise OptionError(f"{name}={value!r} is not a bool", fix=f"use {name}=True or {name}=False")
+    return bool(place)
 
 
-def _one_of(values: tuple[object, ...]) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if value not in values:
+def _one_of(values: tuple[Any, ...]) -> Check:
+    def check(name: str, value: Any) -> Any:
+        place = _place(value, values)
+        if place is None:
             raise OptionError(
                 f"{name}={value!r} is not a value of {name}", fix=f"choose one of {', '.join(map(repr, values))}"
             )
+        return values[place]
 
     return check
 
 
-def _backend(name: str, value: Any) -> None:
-    if value == "FLASH":
+def _backend(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value == "FLASH":
         raise OptionError(
             "BACKEND='FLASH' is torch's CuTe backend, which flexgen does not contain",
             why="flexgen emits its own kernels",
             fix="leave BACKEND at 'AUTO', or choose one of " + ", ".join(BACKENDS),
         )
-    _one_of(BACKENDS)(name, value)
+    return _one_of(BACKENDS)(name, value)
 
 
 _BLOCK = _power_of_two(
     16, 512, "Triton's tensors have power-of-two sizes and its matrix units work on at least 16 rows"
 )
-_CHECKS: dict[str, Callable[[str, Any], None]] = {
+_CHECKS: dict[str, Check] = {
     **dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), _BLOCK),
     "num_warps": _power_of_two(1, 32, "a program's warps divide its tile in halves"),
     "num_stages": _whole(1, 8),
@@ -127,7 +154,7 @@ class KernelOptions:
         for name, check in _CHECKS.items():
             value = getattr(self, name)
             if value is not None:
-                check(name, value)
+                object.__setattr__(self, name, check(name, value))
 
     def given(self) -> dict[str, Any]:
         """Return the options that are set, in declaration order."""

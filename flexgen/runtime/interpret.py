@@ -60,7 +60,6 @@ def interpret(
         if error.where is None:
             error.where = _emitted_line(error.__traceback__, module)
             error.why = with_origin(error.why, error.where, line_map)
-        error.args = (error.render(),)
         raise
     except Exception as error:
         where = _emitted_line(error.__traceback__, module)

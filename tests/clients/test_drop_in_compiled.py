@@ -301,3 +301,13 @@ def test_block_mask_made_inside_a_cuda_graph():
         limit.fill_(count)
         found = traced(*inputs).clone()  # by another kernel, maybe: what is known of lists differs
         torch.testing.assert_close(found, function(*inputs), rtol=0, atol=4e-3)
+
+
+def test_a_whole_graph_that_cannot_be_says_what_is_wrong():
+    query, key, value = draw()
+    traced = torch.compile(flexgen.flex_attention, fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match="heads and key"):
+        traced(query[:, :1].expand(-1, 3, -1, -1), key, value)
+    traced = torch.compile(flexgen.flex_attention, backend="eager")
+    with pytest.raises(flexgen.UnsupportedProblemError, match="pass enable_gqa"):
+        traced(query[:, :1].expand(-1, 3, -1, -1), key, value)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 import flexgen
+from flexgen.options import KernelOptions
 from tests.corpus.case import Shape
 from tests.forward.run import Inputs, check_forward, random_inputs, refusal, square
 
@@ -43,6 +45,19 @@ def test_unknown_option_names_the_nearest_and_lists_all(name, nearest):
     assert "USE_SUBTILING" in str(error)
     assert "num_stages" in str(error)
     assert error.fix
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = {"BLOCK_M": np.int64(32), "num_warps": np.int32(4), "USE_SUBTILING": np.True_, "kpack": np.int8(2)}
+    read = KernelOptions(**given).given()
+    assert read == given
+    assert [type(value) for value in read.values()] == [int, int, bool, int]
+
+
+@pytest.mark.parametrize("name", ["BLOCK_M", "num_stages", "USE_SUBTILING", "BACKEND", "kpack"])
+@pytest.mark.parametrize("value", [torch.ones(3), np.ones(3), [1], 2.5, "", object()], ids=lambda it: type(it).__name__)
+def test_values_of_other_types_are_refused(name, value):
+    refusal(lambda: flexgen.compile(options={name: value}), flexgen.OptionError, name)
 
 
 def test_unknown_option_of_the_drop_in():

@@ -119,6 +119,15 @@ def test_message(name: str, golden: Callable[[str, str], None]) -> None:
     golden(f"errors/{name}.txt", told + "\n")
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_an_error_of_another_process_says_the_same(name: str) -> None:
+    with pytest.raises(FlexgenError) as caught:
+        CASES[name]()
+    there = pickle.loads(pickle.dumps(caught.value))
+    assert type(there) is type(caught.value) and str(there) == str(caught.value)
+    assert vars(there).keys() == vars(caught.value).keys()
+
+
 def test_every_class_has_a_message() -> None:
     classes = [it for _, it in inspect.getmembers(errors, inspect.isclass) if issubclass(it, FlexgenError)]
     assert {it.__name__ for it in classes} - {"FlexgenError"} == set(CASES)
