@@ -183,7 +183,9 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _add_dq_write_order(block_mask: Any, dq_kv_order: bool) -> None:
-    compute = torch_flex._compute_dq_write_order_from_block_mask
+    compute = getattr(torch_flex, "_compute_dq_write_order_from_block_mask", None)
+    if compute is None:
+        raise _needs_newer_torch("compute_dq_write_order", True)
     block_mask.dq_write_order, block_mask.dq_write_order_full = compute(block_mask, dq_kv_order=dq_kv_order)
     block_mask.dq_kv_order_spt = dq_kv_order
 
@@ -202,11 +204,15 @@ def _compiled_by_torch(mask_mod: Mod, grid: MaskGrid, device: torch.device, want
 
 def _require_torch(keyword: str, value: object) -> None:
     if keyword not in inspect.signature(torch_flex.create_block_mask).parameters:
-        raise OptionError(
-            f"{keyword}={value!r} needs a newer torch than {torch.__version__}",
-            why="torch's BlockMask of this version has no place for the result",
-            fix=f"use torch 2.13, or leave {keyword} out",
-        )
+        raise _needs_newer_torch(keyword, value)
+
+
+def _needs_newer_torch(keyword: str, value: object) -> OptionError:
+    return OptionError(
+        f"{keyword}={value!r} needs a newer torch than {torch.__version__}",
+        why="torch's BlockMask of this version has no place for the result",
+        fix=f"use torch 2.13, or leave {keyword} out",
+    )
 
 
 def _grid(B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, BLOCK_SIZE: int | Sequence[int]) -> MaskGrid:

@@ -7,6 +7,7 @@ import math
 import threading
 import types
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +183,28 @@ def _redirected_block_mask(
     )
 
 
-_REDIRECTIONS = {"flex_attention": _redirected_attention, "create_block_mask": _redirected_block_mask}
+def _redirected_block_mask_before_2_13(
+    mask_mod: Any,
+    B: Any,
+    H: Any,
+    Q_LEN: Any,
+    KV_LEN: Any,
+    device: Any = None,
+    BLOCK_SIZE: Any = 128,
+    _compile: Any = False,
+) -> Any:
+    from flexgen import patch
+
+    return patch.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device=device, BLOCK_SIZE=BLOCK_SIZE)
+
+
+# With torch's parameters, whichever version it is: torch.compile may know them from before.
+_REDIRECTIONS: Mapping[str, Any] = {
+    "flex_attention": _redirected_attention,
+    "create_block_mask": _redirected_block_mask
+    if "compute_dq_write_order" in inspect.signature(torch_flex.create_block_mask).parameters
+    else _redirected_block_mask_before_2_13,
+}
 
 __all__ = ["create_block_mask", "flex_attention", "patch_torch", "warn_of_interpreter"]
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import flexgen
 from flexgen import api
+from tests.clients.versions import HAS_2_13, needs_2_13
 from tests.reference import dense_attention
 
 
@@ -94,6 +95,7 @@ def test_slices_of_query_blocks(rows):
     assert_is_causal(sliced, slice(first, first + count))
 
 
+@needs_2_13
 def test_write_order_is_carried_along():
     assert_is_causal(causal_blocks(compute_dq_write_order=True))
     assert_is_causal(causal_blocks(compute_dq_write_order=True, dq_kv_order=False))
@@ -124,10 +126,12 @@ def test_methods_and_properties_are_torchs():
         assert torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
     assert_is_causal(ours.to("cpu"))
     query, key, value = (tensor[:, :, :40] for tensor in draw())
-    cropped = flexgen.flex_attention(query, key, value, block_mask=ours._adjust(40, 40))
-    torch.testing.assert_close(cropped, causal_output()[:, :, :40], atol=2e-6, rtol=1e-5)
+    if HAS_2_13:  # before, it set lengths that are multiples of the blocks'
+        cropped = flexgen.flex_attention(query, key, value, block_mask=ours._adjust(40, 40))
+        torch.testing.assert_close(cropped, causal_output()[:, :, :40], atol=2e-6, rtol=1e-5)
 
 
+@needs_2_13
 def test_a_pytree_of_masks_whose_closures_are_leaves():
     offset = torch.tensor([0, 8])
 
