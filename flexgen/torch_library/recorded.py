@@ -18,7 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from flexgen.capture.live import LiveMods, NumberHistory
-from flexgen.capture.slots import discover
+from flexgen.capture.slots import SlotKind, StepKind, discover
 from flexgen.errors import FlexgenError
 from flexgen.options import Options
 from flexgen.torch_library.call import read_mods
@@ -66,7 +66,8 @@ class Captures:
         return tuple([None if self.is_symbol(size) else int(_guarded(size)) for size in tensor.shape])
 
 
-# Before torch 2.13, torch.compile cannot look into every closure's cells, nor in 2.11 take a bound method apart.
+# Before torch 2.13, torch.compile cannot look into every closure's cells, nor read the global tensors of a function
+# that the traced code makes, nor in 2.11 take a bound method apart.
 _SHOWS_CELLS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
@@ -77,12 +78,25 @@ def shows_no_values(mod: Any) -> bool:
     if not isinstance(mod, types.FunctionType):
         return False
     if not _SHOWS_CELLS:
-        return bool(mod.__code__.co_freevars)
+        return bool(mod.__code__.co_freevars) or _reads_global_tensor(mod)
     try:
         _ = mod.__closure__
     except AttributeError:
         return True
     return False
+
+
+def _reads_global_tensor(mod: Any) -> bool:
+    slots = discover({"mod": mod})
+    through_global: set[int | None] = set()
+    for slot in slots:
+        if slot.step.kind is StepKind.GLOBAL or slot.parent in through_global:
+            through_global.add(slot.index)
+    return any(slot.kind is SlotKind.TENSOR and slot.index in through_global for slot in slots)
+
+
+# torch.compile runs it while it traces.
+_reads_global_tensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Recorder(TorchFunctionMode):

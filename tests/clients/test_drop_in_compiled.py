@@ -312,3 +312,18 @@ def test_a_whole_graph_that_cannot_be_says_what_is_wrong():
     traced = torch.compile(flexgen.flex_attention, backend="eager")
     with pytest.raises(flexgen.UnsupportedProblemError, match="pass enable_gqa"):
         traced(query[:, :1].expand(-1, 3, -1, -1), key, value)
+
+
+LIMIT = torch.tensor(40)
+
+
+def test_a_mask_made_inside_reads_a_global_tensor():
+    def function(query, key, value):
+        mask = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (kv_idx < LIMIT)  # noqa: E731
+        return attend(query, key, value, flexgen.create_block_mask(mask, None, None, 64, 64, device="cpu"))
+
+    traced, counter = compiled(function)
+    for count in (40, 7, 64):
+        LIMIT.fill_(count)
+        assert torch.equal(traced(*draw()), function(*draw()))
+    assert counter.frame_count == 1
