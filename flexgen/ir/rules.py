@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from flexgen.ir.dtypes import ARITHMETIC_DTYPES, is_integer, is_representable, shortest
-from flexgen.ir.evaluate import evaluate_constant
+from flexgen.ir.dtypes import ARITHMETIC_DTYPES, is_representable
+from flexgen.ir.folding import folded
 from flexgen.ir.graph import Node, const, make
 from flexgen.ir.identities import IDENTITIES
 from flexgen.ir.ops import OPS, DtypeRule
@@ -16,15 +16,7 @@ from flexgen.ir.rules_integer import INTEGER_RULES
 
 
 def _fold(node: Node, _: Ranges) -> Node | None:
-    """Evaluate an operation on constants, unless it divides an integer by zero."""
-    dtypes = {node.dtype, *(arg.dtype for arg in node.args)}
-    if any(arg.op != "const" for arg in node.args) or not dtypes <= ARITHMETIC_DTYPES:
-        return None
-    divides = node.op in ("floordiv", "truncdiv", "mod", "fmod")
-    if divides and is_integer(node.dtype) and node.args[1].attr == 0:
-        return None
-    value = evaluate_constant(node)
-    return const(shortest(value, node.dtype) if isinstance(value, float) else value, node.dtype)
+    return folded(node)
 
 
 def _constant_right(node: Node, _: Ranges) -> Node | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from flexgen.ir.folding import folded
 from flexgen.ir.graph import Node, const, input_node, make, topological
 from flexgen.lowering.affine import Linear
 from flexgen.lowering.ranges import Range, RangeAnalysis, dtype_range
@@ -298,6 +299,8 @@ class Algebra:
         plain = make(node.op, *args, attr=node.attr, dtype=node.dtype)
         if not args:
             return plain
+        if (value := folded(plain)) is not None:
+            return value
         if node.dtype == torch.bool:
             return self._rebuilt_bool(node.op, args) or self._decided(plain)
         if node.dtype == INDEX_DTYPE:

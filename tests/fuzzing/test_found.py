@@ -86,6 +86,17 @@ def test_a_number_outside_of_a_narrow_integer_is_no_bound_of_a_clamp():
         values_of(lambda s, b, h, q, k: table[k].clamp(max=300), 7)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "int64", "float16", "float32"])
+def test_a_condition_that_another_decides_is_a_number_too(dtype: str):
+    """Where both had to hold, the bound of a row was computed from `True.to(tl.int32)`, which is no Triton."""
+
+    def mask_mod(b, h, q, k):
+        together = q // 2 == k // 2
+        return together & (q >= k) & (q < together.to(getattr(torch, dtype)) * 3)
+
+    check_call(flexgen.compile(mask_mod=mask_mod), *inputs(requires_grad=True), backward=True)
+
+
 @pytest.mark.parametrize("of", ["query", "key"])
 def test_slopes_past_the_end_of_a_full_block_are_not_added(of: str):
     """A block that a table lists as full may end behind the data: scores there are 0, and 1 / 0 times 0 is NaN."""
