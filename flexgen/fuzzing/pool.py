@@ -113,7 +113,7 @@ class FuzzPool:
                 if not isinstance(message, Tally | Failure):
                     break
                 self._events.put(message)
-            is_done = process.wait(timeout=30) == 0
+            is_done = process.wait(timeout=GRACE_SECONDS) == 0  # on a busy machine ending takes long, too
         except (OSError, EOFError, ValueError, subprocess.TimeoutExpired):
             process.kill()
         if not is_done:
