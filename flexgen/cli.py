@@ -224,7 +224,8 @@ def _guarded(run: Callable[[argparse.Namespace, Console], int], arguments: argpa
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Whether an array or tensor was too large: torch has no class of its own for the CPU's."""
-    return isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
+    told = first_line(error)
+    return isinstance(error, MemoryError) or "out of memory" in told or "can't allocate memory" in told
 
 
 def _tell(message: str, console: Console, with_traceback: bool) -> None:

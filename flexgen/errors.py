@@ -68,10 +68,11 @@ class FlexgenError(RuntimeError):
     def __init__(
         self, what: str, *, where: SourceSpan | None = None, why: str | None = None, fix: str | None = None
     ) -> None:
+        # No call of RuntimeError's own, through which torch.compile cannot trace; the text is that of __str__.
         self.what = what
         self.where = where
         self.why = why
-        self.fix = fix  # and no call of RuntimeError's, through which torch.compile cannot trace
+        self.fix = fix
 
     def __str__(self) -> str:
         return self.render()

@@ -45,17 +45,14 @@ def runs_on(case: KernelCase, target: str) -> bool:
 
 
 def cases(*targets: str) -> list[object]:
-    pairs = [(case, target) for case in CASES for target in targets if runs_on(case, target)]
-    marks = {False: (), True: (pytest.mark.slow,)}
-    return [
-        pytest.param(
-            case,
-            target,
-            id=f"{case.name}-{target}",
-            marks=marks[target in MAIN and target not in EVERYDAY and case.name not in EACH_TEMPLATE],
-        )
-        for case, target in pairs
-    ]
+    params = []
+    for case in CASES:
+        for target in targets:
+            if runs_on(case, target):
+                everyday = target not in MAIN or target in EVERYDAY or case.name in EACH_TEMPLATE
+                marks = () if everyday else (pytest.mark.slow,)
+                params.append(pytest.param(case, target, id=f"{case.name}-{target}", marks=marks))
+    return params
 
 
 def test_each_template_is_compiled_for_every_main_target() -> None:
